@@ -112,7 +112,7 @@ def models() -> dict[str, Any]:
     return made
 
 
-def sources(kind: str) -> list[list[int]]:
+def sources() -> list[list[int]]:
     lengths = [3, 1, 7, 5, 2, 6, 4, 8]
     rng = np.random.default_rng(7)
     rows = [rng.integers(3, VOCABULARY, length).tolist() for length in lengths]
@@ -134,18 +134,45 @@ def theirs(model: Any, source: Sequence[int], ends: Sequence[int], **options: An
     return [*answer[: stop + 1]]
 
 
+THEIR_NAMES = {
+    "beam": "num_beams",
+    "forced_begin": "forced_bos_token_id",
+    "forced_end": "forced_eos_token_id",
+    "max_length": "max_new_tokens",
+    "max_total_length": "max_length",
+    "min_length": "min_new_tokens",
+    "min_total_length": "min_length",
+    "no_repeat_ngram": "no_repeat_ngram_size",
+    "renormalise": "renormalize_logits",
+    "suppress_begin": "begin_suppress_tokens",
+}
+
+
+def in_their_words(options: dict[str, Any]) -> dict[str, Any]:
+    """The same options of `generate`, with n-grams of the prompt, which `generate` counts always.
+
+    `generate` ignores an end token among the words that it forbids.
+    """
+    left = dict(options)
+    words = [[token] for token in left.pop("suppress", ())]
+    words += [list(sequence) for sequence in left.pop("suppress_sequences", ())]
+    left.pop("prompt_ngrams", None)
+    if "max_total_length" in left:  # `generate` takes one of the two
+        left["max_length"] = None
+    found = {
+        THEIR_NAMES.get(name, name): list(value) if isinstance(value, tuple) else value
+        for name, value in left.items()
+    }
+    return found | ({"bad_words_ids": [*words, [EOS]]} if words else {})
+
+
 def require_theirs(
-    models: dict[str, Any],
-    kind: str,
-    ours: dict[str, Any],
-    options: dict[str, Any],
-    special: SpecialTokens = SPECIAL,
+    model: Any, options: dict[str, Any], special: SpecialTokens = SPECIAL
 ) -> list[list[int]]:
     """Requires the tokens of `generate`, end tokens included; returns them."""
-    model = models[kind]
-    rows = sources(kind)
-    wanted = [theirs(model, row, special.ends, **options) for row in rows]
-    settings = GenerationOptions(**{"max_length": LENGTH, **ours})
+    rows = sources()
+    wanted = [theirs(model, row, special.ends, **in_their_words(options)) for row in rows]
+    settings = GenerationOptions(**{"max_length": LENGTH, **options})
     found = search(TheirDecoder(model), rows, settings, special)
     assert [list(row[0].scored_tokens) for row in found] == wanted
     alone = [search(TheirDecoder(model), [row], settings, special)[0] for row in rows[:2]]
@@ -155,72 +182,45 @@ def require_theirs(
     return wanted
 
 
-BEAMS = {
-    "greedy": ({}, {}),
-    "beam": ({"beam": 3, "early_stopping": True}, {"num_beams": 3, "early_stopping": True}),
-}
+BEAMS: dict[str, dict[str, Any]] = {"greedy": {}, "beam": {"beam": 3, "early_stopping": True}}
 
 
 @pytest.mark.parametrize("search", BEAMS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_of_several_end_tokens_ends(kind: str, search: str, models: dict[str, Any]) -> None:
-    ours, options = BEAMS[search]
-    longer = require_theirs(models, kind, ours, options)
+    model, options = models[kind], BEAMS[search]
+    longer = require_theirs(model, options)
     special = replace(SPECIAL, more_ends=(longer[2][3], longer[8][2]))
-    wanted = require_theirs(models, kind, ours, options, special)
+    wanted = require_theirs(model, options, special)
     assert len({row[-1] for row in wanted} & set(special.ends)) > 1
-    later = require_theirs(
-        models, kind, ours | {"min_length": 4}, options | {"min_new_tokens": 4}, special
-    )
+    later = require_theirs(model, options | {"min_length": 4}, special)
     assert min(map(len, later)) > 4 > min(map(len, wanted))
 
 
-# Our options, and theirs, that both searches have beside those of `BEAMS`.
-RULES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "repetition penalty": ({"repetition_penalty": 1.7}, {"repetition_penalty": 1.7}),
-    "repetition reward": ({"repetition_penalty": 0.8}, {"repetition_penalty": 0.8}),
-    "n-grams": (
-        {"no_repeat_ngram": 2, "prompt_ngrams": True},
-        {"no_repeat_ngram_size": 2},
-    ),
-    "tokens that must not repeat": (
-        {"no_repeat_ngram": 1, "prompt_ngrams": True},
-        {"no_repeat_ngram_size": 1},
-    ),
-    "sequences": (
-        {"suppress": (23,), "suppress_sequences": ((6, 6), (12, 0), (9, 12), (6, 10), (0, 0, 21))},
-        {"bad_words_ids": [[23], [6, 6], [12, 0], [9, 12], [6, 10], [0, 0, 21], [EOS]]},
-    ),
-    "first tokens": (
-        {"suppress_begin": (0, 6, 10, 12, 1, 9)},
-        {"begin_suppress_tokens": [0, 6, 10, 12, 1, 9]},
-    ),
-    "last tokens": ({"forced_end": (EOS,)}, {"forced_eos_token_id": EOS}),
-    "one of two last tokens": ({"forced_end": (5, EOS)}, {"forced_eos_token_id": [5, EOS]}),
-    "lengths": ({"min_length": 7, "max_length": 9}, {"min_new_tokens": 7, "max_new_tokens": 9}),
-    "renormalised": (
-        {"suppress": (0, 6, 10), "renormalise": True},
-        {"bad_words_ids": [[0], [6], [10]], "renormalize_logits": True},
-    ),
-    "several at once": (
-        {
-            "repetition_penalty": 1.2,
-            "no_repeat_ngram": 3,
-            "prompt_ngrams": True,
-            "min_length": 3,
-            "suppress_begin": (6,),
-            "forced_end": (EOS,),
-            "renormalise": True,
-        },
-        {
-            "repetition_penalty": 1.2,
-            "no_repeat_ngram_size": 3,
-            "min_new_tokens": 3,
-            "begin_suppress_tokens": [6],
-            "forced_eos_token_id": EOS,
-            "renormalize_logits": True,
-        },
-    ),
+# Options beside those of `BEAMS`.
+RULES: dict[str, dict[str, Any]] = {
+    "repetition penalty": {"repetition_penalty": 1.7},
+    "repetition reward": {"repetition_penalty": 0.8},
+    "n-grams": {"no_repeat_ngram": 2, "prompt_ngrams": True},
+    "tokens that must not repeat": {"no_repeat_ngram": 1, "prompt_ngrams": True},
+    "sequences": {
+        "suppress": (23,),
+        "suppress_sequences": ((6, 6), (12, 0), (9, 12), (6, 10), (0, 0, 21)),
+    },
+    "first tokens": {"suppress_begin": (0, 6, 10, 12, 1, 9)},
+    "last tokens": {"forced_end": (EOS,)},
+    "one of two last tokens": {"forced_end": (5, EOS)},
+    "lengths": {"min_length": 7, "max_length": 9},
+    "renormalised": {"suppress": (0, 6, 10), "renormalise": True},
+    "several at once": {
+        "repetition_penalty": 1.2,
+        "no_repeat_ngram": 3,
+        "prompt_ngrams": True,
+        "min_length": 3,
+        "suppress_begin": (6,),
+        "forced_end": (EOS,),
+        "renormalise": True,
+    },
 }
 
 
@@ -228,46 +228,31 @@ RULES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_rules_give_their_tokens(kind: str, rule: str, search: str, models: dict[str, Any]) -> None:
-    ours, options = BEAMS[search]
-    with_rule = RULES[rule]
+    model, options = models[kind], BEAMS[search]
     if (rule, search) == ("one of two last tokens", "beam"):
         pytest.skip("equally likely candidates: torch.topk takes any of them")
-    found = require_theirs(models, kind, ours | with_rule[0], options | with_rule[1])
+    found = require_theirs(model, options | RULES[rule])
     if search == "beam" or rule != "renormalised":
-        plain = [theirs(models[kind], row, SPECIAL.ends, **options) for row in sources(kind)]
+        plain = [theirs(model, row, SPECIAL.ends, **in_their_words(options)) for row in sources()]
         assert found != plain, "the rule has no effect here"
 
 
 @pytest.mark.parametrize("search", BEAMS)
 def test_a_forced_first_token_is_theirs(search: str, models: dict[str, Any]) -> None:
-    ours, options = BEAMS[search]
-    ours, options = ours | {"forced_begin": 17}, options | {"forced_bos_token_id": 17}
-    found = require_theirs(models, "encoder-decoder", ours, options)
+    model, options = models["encoder-decoder"], {**BEAMS[search], "forced_begin": 17}
+    found = require_theirs(model, options)
     assert {row[0] for row in found} == {17}
-    later = require_theirs(
-        models,
-        "encoder-decoder",
-        ours | {"suppress_begin": tuple(row[1] for row in found)},
-        options | {"begin_suppress_tokens": [row[1] for row in found]},
-    )
+    later = require_theirs(model, {**options, "suppress_begin": tuple(row[1] for row in found)})
     assert {row[0] for row in later} == {17}
     assert not {row[1] for row in found} & {row[1] for row in later}
 
 
 @pytest.mark.parametrize("search", BEAMS)
 def test_total_lengths_are_theirs(search: str, models: dict[str, Any]) -> None:
-    ours, options = BEAMS[search]
     special = replace(SPECIAL, more_ends=(12, 24))
-    found = require_theirs(
-        models,
-        "decoder-only",
-        ours | {"max_length": 256, "max_total_length": 13, "min_total_length": 9},
-        options | {"max_new_tokens": None, "max_length": 13, "min_length": 9},
-        special,
-    )
-    lengths = [
-        len(row) + len(source) for row, source in zip(found, sources("decoder-only"), strict=True)
-    ]
+    total = {"max_length": 256, "max_total_length": 13, "min_total_length": 9}
+    found = require_theirs(models["decoder-only"], BEAMS[search] | total, special)
+    lengths = [len(row) + len(source) for row, source in zip(found, sources(), strict=True)]
     assert max(lengths) == 13
     assert 9 < min(lengths) < 13
 
@@ -279,30 +264,25 @@ def test_each_kind_of_early_stopping_is_theirs(
     kind: str, early: bool | str, penalty: float, models: dict[str, Any]
 ) -> None:
     special = replace(SPECIAL, more_ends=(23, 12, 6))
-    common = {"early_stopping": early, "length_penalty": penalty}
-    require_theirs(models, kind, {"beam": 4, **common}, {"num_beams": 4, **common}, special)
+    options = {"beam": 4, "early_stopping": early, "length_penalty": penalty}
+    require_theirs(models[kind], options, special)
 
 
 @pytest.mark.parametrize(
-    ("ours", "options"),
+    "options",
     [
-        ({"min_p": 0.2}, {"min_p": 0.2, "top_k": 0}),
-        ({"typical_p": 0.6}, {"typical_p": 0.6, "top_k": 0}),
-        ({"typical_p": 0.05}, {"typical_p": 0.05, "top_k": 0}),
-        (
-            {"temperature": 1.7, "top_k": 9, "top_p": 0.9, "min_p": 0.1, "typical_p": 0.8},
-            {"temperature": 1.7, "top_k": 9, "top_p": 0.9, "min_p": 0.1, "typical_p": 0.8},
-        ),
-        ({"repetition_penalty": 2.5, "min_p": 0.1}, {"repetition_penalty": 2.5, "min_p": 0.1}),
+        {"min_p": 0.2},
+        {"typical_p": 0.6},
+        {"typical_p": 0.05},
+        {"temperature": 1.7, "top_k": 9, "top_p": 0.9, "min_p": 0.1, "typical_p": 0.8},
+        {"repetition_penalty": 2.5, "min_p": 0.1},
     ],
 )
 @torch.inference_mode()
-def test_sampling_admits_their_tokens(
-    ours: dict[str, Any], options: dict[str, Any], models: dict[str, Any]
-) -> None:
-    model, prompts = models["decoder-only"], sources("decoder-only")
-    config = transformers.GenerationConfig(do_sample=True, **options)
-    settings = GenerationOptions(sample=True, **ours)
+def test_sampling_admits_their_tokens(options: dict[str, Any], models: dict[str, Any]) -> None:
+    model, prompts = models["decoder-only"], sources()
+    config = transformers.GenerationConfig(do_sample=True, **{"top_k": 0, **options})
+    settings = GenerationOptions(sample=True, **options)
     counts = set()
     for prompt in prompts:
         ids = torch.tensor([prompt])
@@ -319,4 +299,4 @@ def test_sampling_admits_their_tokens(
         assert np.flatnonzero(weights[0]).tolist() == wanted
         counts.add(len(wanted))
     assert max(counts) < VOCABULARY
-    assert len(counts) > 1 or ours == {"typical_p": 0.05}
+    assert len(counts) > 1 or options == {"typical_p": 0.05}
