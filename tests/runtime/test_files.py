@@ -32,16 +32,14 @@ def test_lines_survive(tmp_path: Path, name: str) -> None:
     assert list(read_lines(path)) == ["eins", "", SEPARATORS, "kein Ende"]
 
 
-def test_only_the_line_end_is_stripped(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "lines"),
+    [(b"", []), (b" a \t\r\r\n\n\xef\xbb\xbfb\r", [" a \t\r", "", "\ufeffb\r"])],
+)
+def test_only_the_line_end_is_stripped(tmp_path: Path, content: bytes, lines: list[str]) -> None:
     path = tmp_path / "text"
-    path.write_bytes(b" a \t\r\r\n\n\xef\xbb\xbfb\r")
-    assert list(read_lines(path)) == [" a \t\r", "", "\ufeffb\r"]
-
-
-def test_empty_file_has_no_lines(tmp_path: Path) -> None:
-    path = tmp_path / "text"
-    path.touch()
-    assert list(read_lines(path)) == []
+    path.write_bytes(content)
+    assert list(read_lines(path)) == lines
 
 
 @pytest.mark.parametrize("pack", [bytes, gzip.compress])
@@ -111,11 +109,8 @@ def test_atomic_file_leaves_nothing_behind(
 
 
 def test_atomic_file_names_place_and_reason(tmp_path: Path) -> None:
-    path = tmp_path / "no" / "such" / "result"
-    with (
-        pytest.raises(InputError, match=r"such/result: .*No such file.*nothing was written"),
-        atomic_file(path),
-    ):
+    message = r"such/result: .*No such file.*nothing was written"
+    with pytest.raises(InputError, match=message), atomic_file(tmp_path / "no/such/result"):
         pass
 
 
@@ -156,12 +151,10 @@ def test_temporary_names_cannot_be_guessed(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not Path("/dev/null").exists(), reason="needs a device")
 def test_a_device_is_not_replaced() -> None:
-    with (
-        pytest.raises(InputError, match="is not a file, so it is not"),
-        atomic_file(Path(os.devnull)),
-    ):
+    path, message = Path(os.devnull), "is not a file, so it is not"
+    with pytest.raises(InputError, match=message), atomic_file(path):
         pass
-    assert Path(os.devnull).is_char_device()
+    assert path.is_char_device()
 
 
 @pytest.mark.parametrize(

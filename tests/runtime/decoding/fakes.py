@@ -25,24 +25,25 @@ Tokens = tuple[int, ...]
 Logits = NDArray[np.floating[Any]]
 Model = Callable[[Tokens, Tokens], Logits]
 
-
+FILTERED = GenerationOptions(max_length=12, min_length=4, no_repeat_ngram=2, prefix=(7, 3))
 SEARCHES = {
     "greedy": GenerationOptions(max_length=12),
     "beam": GenerationOptions(beam=4, n_best=3, max_length=12),
     "patient beam": GenerationOptions(beam=3, n_best=3, max_length=12, early_stopping="never"),
     "sampling": GenerationOptions(sample=True, n_best=2, max_length=12, seed=3),
     "nucleus": GenerationOptions(sample=True, max_length=12, temperature=1.3, top_k=6, top_p=0.8),
-    "filtered": GenerationOptions(
-        beam=3, n_best=2, max_length=12, min_length=4, no_repeat_ngram=2, prefix=(7, 3)
-    ),
-    "filtered greedy": GenerationOptions(
-        max_length=12, min_length=4, no_repeat_ngram=2, prefix=(7, 3)
-    ),
+    "filtered": replace(FILTERED, beam=3, n_best=2),
+    "filtered greedy": FILTERED,
 }
 
 
 def log_of(*probabilities: float) -> Logits:
     return np.array([math.log(probability) for probability in probabilities])
+
+
+def constant(*probabilities: float) -> Model:
+    """A model with the same logits after every history."""
+    return lambda source, history: log_of(*probabilities)
 
 
 def peak(token: int, height: float) -> Logits:
@@ -205,6 +206,14 @@ class Requests:
         del self.requests[: len(taken)]
         self.visible[0] -= len(taken)
         return taken
+
+
+def requests_for(sources: Sequence[Tokens], options: GenerationOptions) -> list[Request[int]]:
+    """A request for each source, as `run` makes them."""
+    return [
+        Request(row, source, options.max_length, options.prefix, row)
+        for row, source in enumerate(sources)
+    ]
 
 
 def stream(

@@ -70,13 +70,12 @@ def test_batches_hold_every_index_once_within_the_limits(seed: int) -> None:
     assert in_order == sorted(lengths, reverse=True)
 
 
-def test_batches_are_full() -> None:
+def test_batches_are_full_but_for_a_long_row_by_itself() -> None:
     assert length_batches([1] * 7, rows=3, tokens=100) == [[0, 1, 2], [3, 4, 5], [6]]
     assert length_batches([5] * 5, rows=100, tokens=10) == [[0, 1], [2, 3], [4]]
 
-
-def test_a_long_row_is_a_batch_by_itself() -> None:
     assert length_batches([2, 90, 2], rows=8, tokens=10) == [[1], [0, 2]]
+    assert length_batches([], rows=8, tokens=10) == []
 
 
 def test_what_fits_goes_by_the_longest_so_far() -> None:
@@ -101,10 +100,6 @@ def test_blocks_hold_all_tokens_of_every_row(seed: int) -> None:
         assert longest <= columns < longest + UNIT
         assert columns % UNIT == 0 or columns == mask.shape[1]
         assert rows.stop - rows.start == 1 or (rows.stop - rows.start) * longest <= 60
-
-
-def test_no_rows_are_no_batches() -> None:
-    assert length_batches([], rows=8, tokens=10) == []
 
 
 @pytest.mark.parametrize("name", ["rows", "tokens", "window"])

@@ -15,6 +15,7 @@ from tests.runtime.decoding.fakes import (
     Logits,
     Tokens,
     close,
+    constant,
     log_of,
     log_softmax,
     peak,
@@ -71,11 +72,7 @@ def test_a_beam_as_wide_as_the_tree_finds_the_best_of_all_outputs(length_penalty
     every.sort(key=lambda hypothesis: -hypothesis.score)
     assert len(every) == 121
     options = GenerationOptions(
-        beam=130,
-        n_best=130,
-        max_length=max_length,
-        length_penalty=length_penalty,
-        early_stopping="never",
+        beam=130, n_best=130, max_length=4, length_penalty=length_penalty, early_stopping="never"
     )
     assert close(run(FakeDecoder(model, vocabulary), [(9,)], options)[0], every)
 
@@ -256,9 +253,7 @@ def test_the_length_penalty_decides_between_short_and_long() -> None:
 def test_early_stopping_takes_the_first_and_patience_the_best() -> None:
     def model(source: Tokens, history: Tokens) -> Logits:
         """Two poor short outputs against a good long one."""
-        if not history:
-            return log_of(1e-9, 1e-9, 0.4, 0.6, 1e-9)
-        if len(history) == 1:
+        if len(history) < 2:
             return log_of(1e-9, 1e-9, 0.4, 0.6, 1e-9)
         if len(history) < 6:
             return log_of(1e-9, 1e-9, 1e-9, 1.0, 1e-9)
@@ -275,21 +270,15 @@ def test_early_stopping_takes_the_first_and_patience_the_best() -> None:
 
 
 def test_patience_ends_once_nothing_can_beat_the_worst() -> None:
-    def model(source: Tokens, history: Tokens) -> Logits:
-        return log_of(1e-9, 1e-9, 0.9, 0.05, 0.05)
-
-    decoder = FakeDecoder(model, 5)
+    decoder = FakeDecoder(constant(1e-9, 1e-9, 0.9, 0.05, 0.05), 5)
     options = GenerationOptions(beam=2, max_length=50, length_penalty=0.0, early_stopping="never")
     run(decoder, [(7,)], options)
     assert len(decoder.rows_stepped) == 2
 
 
 def test_patience_knows_the_greatest_length_of_each_sentence() -> None:
-    def model(source: Tokens, history: Tokens) -> Logits:
-        return log_of(1e-9, 1e-9, 0.7, 0.2, 0.1)
-
     def steps(max_length: int, of_options: int) -> int:
-        decoder = FakeDecoder(model, 5)
+        decoder = FakeDecoder(constant(1e-9, 1e-9, 0.7, 0.2, 0.1), 5)
         options = GenerationOptions(beam=2, max_length=of_options, early_stopping="never")
         stream(decoder, [Request(0, (5,), max_length)], options, 1)
         return len(decoder.rows_stepped)

@@ -3,9 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.runtime.decoding.fakes import (
-    Logits,
-)
+from tests.runtime.decoding.fakes import Logits
 from transferry.runtime.decoding.logits import log_sum_exp, top_k
 
 

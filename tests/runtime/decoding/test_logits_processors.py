@@ -53,14 +53,11 @@ def allowed_tokens(
     return [np.flatnonzero(row > -np.inf).tolist() for row in logits]
 
 
-def test_min_length_forbids_the_end_until_it_is_reached() -> None:
+def test_min_length_forbids_the_end_of_each_row_until_it_is_reached() -> None:
     processor = MinLength([2] * 3, [EOS])
     assert [active(processor, length) for length in range(4)] == [True, True, False, False]
     assert allowed_tokens(processor, [[5]]) == [[0, 1, 3, 4, 5, 6, 7]]
 
-
-def test_min_length_counts_each_row_for_itself() -> None:
-    processor = MinLength([2] * 3, [EOS])
     assert active(processor, 5, 1)
     assert not active(processor, 5, 2)
     forbidding = [EOS not in row for row in allowed_tokens(processor, [[5, 6, 7], [5], [5, 6]])]
@@ -106,10 +103,8 @@ def test_no_repeat_ngram_of_unequal_rows_is_that_of_each_alone(size: int) -> Non
     assert allowed_tokens(processor, history) == alone
     assert alone.count(everything) < len(alone) - 5
     assert [active(processor, 0, length) for length in (size - 1, size)] == [False, True]
-
-
-def test_no_repeat_ngram_is_inactive_before_there_is_one() -> None:
-    assert [active(NoRepeatNGram(3), length) for length in range(5)] == [False] * 3 + [True] * 2
+    alone_active = [active(processor, length) for length in range(size + 2)]
+    assert alone_active == [False] * size + [True] * 2
 
 
 def test_forced_prefix_allows_one_token_for_each_sentence_until_its_prefix_is_over() -> None:
@@ -124,11 +119,7 @@ def test_forced_prefix_allows_one_token_for_each_sentence_until_its_prefix_is_ov
         [6],
     ]
     assert [active(processor, length) for length in range(3)] == [True, True, False]
-
-
-def test_forced_prefixes_go_by_the_length_of_each_row() -> None:
-    processor = ForcedPrefix([(5, 6), (), (7,)])
-    everything = list(range(VOCABULARY))
+    # Rows of unequal lengths.
     assert allowed_tokens(processor, [[5, 6, 3], [], [7], [], [5]], [0, 1, 2, 2, 0]) == [
         everything,
         everything,
@@ -139,13 +130,23 @@ def test_forced_prefixes_go_by_the_length_of_each_row() -> None:
     assert active(processor, 9, 1)
 
 
-def test_the_prefix_overrules_the_other_processors() -> None:
-    options = GenerationOptions(no_repeat_ngram=1, min_length=3)
+@pytest.mark.parametrize(
+    ("options", "built_ones", "history"),
+    [
+        (
+            GenerationOptions(no_repeat_ngram=1, min_length=3),
+            3,
+            History(np.array([0]), np.array([1]), np.array([[5]]), PROMPT),
+        ),
+        (GenerationOptions(suppress=(5,)), 2, NOTHING_YET),
+    ],
+)
+def test_the_prefix_overrules_the_other_processors(
+    options: GenerationOptions, built_ones: int, history: History
+) -> None:
     processors = built(options, (5, 5))
-    assert len(processors) == 3
-    logits = np.zeros((1, VOCABULARY), np.float32)
-    history = History(np.array([0]), np.array([1]), np.array([[5]]), PROMPT)
-    allowed = restrict(logits, processors, history)
+    assert len(processors) == built_ones
+    allowed = restrict(np.zeros((1, VOCABULARY), np.float32), processors, history)
     assert np.flatnonzero(allowed[0] > -np.inf).tolist() == [5]
 
 
@@ -161,13 +162,6 @@ def test_suppressed_tokens_are_forbidden_at_every_step() -> None:
     (processor,) = built(GenerationOptions(suppress=(7, 0)), ())
     assert [active(processor, length) for length in (0, 1, 100)] == [True] * 3
     assert allowed_tokens(processor, [[5], [0]]) == [[1, 2, 3, 4, 5, 6]] * 2
-
-
-def test_the_prefix_overrules_what_is_suppressed() -> None:
-    processors = built(GenerationOptions(suppress=(5,)), (5,))
-    logits = np.zeros((1, VOCABULARY), np.float32)
-    allowed = restrict(logits, processors, NOTHING_YET)
-    assert np.flatnonzero(allowed[0] > -np.inf).tolist() == [5]
 
 
 def test_only_what_is_asked_for_is_built() -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,16 +17,19 @@ from tests.runtime.decoding.fakes import (
     Logits,
     Tokens,
     close,
+    constant,
     log_softmax,
-    peak,
     plain_search,
     random_decoder,
     random_model,
     random_sources,
     run,
+    tokens_given,
 )
 from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.errors import InputError, UsageError
+
+searches = pytest.mark.parametrize("options", SEARCHES.values(), ids=SEARCHES)
 
 
 def test_greedy_search_is_the_plain_one() -> None:
@@ -45,18 +49,14 @@ def test_float64_logits_give_float64_scores(beam: int) -> None:
 
 
 def test_equal_logits_go_to_the_lowest_token_and_the_first_beam() -> None:
-    def flat(source: Tokens, history: Tokens) -> Logits:
-        return np.array([-9.0, -9.0, -9.0, *[1.0] * 6])
-
-    decoder = FakeDecoder(flat, 9)
+    decoder = FakeDecoder(constant(*[1e-9] * 3, *[0.5] * 6), 9)
     assert run(decoder, [(5,)], GenerationOptions(max_length=3))[0][0].tokens == (3, 3, 3)
     options = GenerationOptions(beam=3, n_best=3, max_length=2)
     assert [h.tokens for h in run(decoder, [(5,)], options)[0]] == [(3, 3), (3, 4), (3, 5)]
 
 
-@pytest.mark.parametrize("name", SEARCHES)
-def test_an_answer_depends_neither_on_neighbours_nor_on_order(name: str) -> None:
-    options = SEARCHES[name]
+@searches
+def test_an_answer_depends_neither_on_neighbours_nor_on_order(options: GenerationOptions) -> None:
     sources = random_sources(30)
     decoder = random_decoder(40, end=1.0)
     together = run(decoder, sources, options)
@@ -67,9 +67,8 @@ def test_an_answer_depends_neither_on_neighbours_nor_on_order(name: str) -> None
         assert run(decoder, [source], options, row_ids=[row]) == [together[row]]
 
 
-@pytest.mark.parametrize("name", SEARCHES)
-def test_a_bad_row_is_an_error_of_its_own(name: str) -> None:
-    options = SEARCHES[name]
+@searches
+def test_a_bad_row_is_an_error_of_its_own(options: GenerationOptions) -> None:
     good = random_model(40, end=1.0)
     sources = random_sources(12)
     bad: dict[Tokens, tuple[int, NDArray[np.float64]]] = {
@@ -107,11 +106,7 @@ def test_nothing_left_to_choose_is_an_error(beam: int) -> None:
 
 
 def test_ended_rows_leave_the_batch_once_they_are_a_quarter_of_a_step() -> None:
-    def model(source: Tokens, history: Tokens) -> Logits:
-        """Source (n,) gives n tokens."""
-        return peak(EOS if len(history) == source[0] else 3, 20.0)
-
-    decoder = FakeDecoder(model, 5)
+    decoder = FakeDecoder(tokens_given, 5)
     results = run(decoder, [(n,) for n in range(8)], GenerationOptions(max_length=20))
     assert [len(hypotheses[0].tokens) for hypotheses in results] == list(range(8))
     # Four of a step that costs as much as 8 + 8 rows, then three of one of 4 + 8.
@@ -175,22 +170,16 @@ def test_a_prefix_of_the_greatest_length_is_the_whole_output() -> None:
 
 @pytest.mark.parametrize("beam", [1, 3])
 def test_no_ngram_repeats(beam: int) -> None:
-    def model(source: Tokens, history: Tokens) -> Logits:
-        return np.array([-30.0, -30.0, -9.0, 3.0, 2.0, 1.0])
-
+    decoder = FakeDecoder(constant(1e-15, 1e-15, 1e-6, 0.66, 0.24, 0.1), 6)
     free = GenerationOptions(beam=beam, max_length=6)
-    assert run(FakeDecoder(model, 6), [(5,)], free)[0][0].tokens == (3,) * 6
-    limited = GenerationOptions(beam=beam, max_length=6, no_repeat_ngram=2)
-    tokens = run(FakeDecoder(model, 6), [(5,)], limited)[0][0].tokens
+    assert run(decoder, [(5,)], free)[0][0].tokens == (3,) * 6
+    tokens = run(decoder, [(5,)], replace(free, no_repeat_ngram=2))[0][0].tokens
     assert len(tokens) == 6
     assert len(set(itertools.pairwise(tokens))) == 5
 
 
-def test_no_sources_give_no_answers() -> None:
+def test_no_sources_give_no_answers_and_an_empty_one_is_refused_by_its_place() -> None:
     assert run(random_decoder(5), [], GenerationOptions()) == []
-
-
-def test_an_empty_source_is_refused_by_its_place() -> None:
     with pytest.raises(InputError, match="source 1 of the batch has no tokens"):
         run(random_decoder(5), [(3,), ()], GenerationOptions())
 

@@ -25,6 +25,7 @@ from tests.runtime.decoding.fakes import (
     peak,
     random_model,
     random_sources,
+    requests_for,
     run,
     stream,
     tokens_given,
@@ -60,11 +61,11 @@ STREAMS = {
     "suppressing": GenerationOptions(max_length=12, suppress=(5, 9), no_repeat_ngram=1),
     "min length": GenerationOptions(beam=2, max_length=12, min_length=5),
 }
+streams = pytest.mark.parametrize("options", STREAMS.values(), ids=STREAMS)
 
 
-@pytest.mark.parametrize("name", STREAMS)
-def test_a_stream_answers_as_each_sentence_is_answered_alone(name: str) -> None:
-    options = STREAMS[name]
+@streams
+def test_a_stream_answers_as_each_sentence_is_answered_alone(options: GenerationOptions) -> None:
     model = random_model(40, end=2.0)
     requests = requests_of(200, options.max_length)
     alone = [stream(FakeDecoder(model, 40), [request], options, 1)[0] for request in requests]
@@ -79,16 +80,12 @@ def test_a_stream_answers_as_each_sentence_is_answered_alone(name: str) -> None:
     assert stream(static, requests, options, 8) == alone
 
 
-@pytest.mark.parametrize("name", STREAMS)
-def test_a_stream_of_equal_lengths_is_the_batch(name: str) -> None:
-    options = STREAMS[name]
+@streams
+def test_a_stream_of_equal_lengths_is_the_batch(options: GenerationOptions) -> None:
     model = random_model(40, end=2.0)
     sources = random_sources(100)
-    requests = [
-        Request(row, source, options.max_length, options.prefix, row)
-        for row, source in enumerate(sources)
-    ]
     expected = run(FakeDecoder(model, 40), sources, options)
+    requests = requests_for(sources, options)
     assert stream(SentenceFake(model, 40), requests, options, 8) == expected
     assert run(SentenceFake(model, 40), sources, options) == expected
 
@@ -105,9 +102,8 @@ def test_a_stream_goes_on_with_each_prompt(name: str) -> None:
     assert stream(decoder, requests, options, 8) == expected
 
 
-@pytest.mark.parametrize("name", STREAMS)
-def test_bad_sentences_leave_those_beside_and_after_them_alone(name: str) -> None:
-    options = STREAMS[name]
+@streams
+def test_bad_sentences_leave_those_beside_and_after_them_alone(options: GenerationOptions) -> None:
     good = random_model(40, end=2.0)
     requests = requests_of(60, options.max_length)
     bad = {requests[key].source: key % 3 for key in range(0, 60, 5)}
@@ -127,14 +123,13 @@ def test_bad_sentences_leave_those_beside_and_after_them_alone(name: str) -> Non
             assert answer == wanted
 
 
-@pytest.mark.parametrize("name", STREAMS)
-def test_what_an_ended_output_is_stepped_on_with_is_nothing_to_it(name: str) -> None:
+@streams
+def test_an_ended_output_ignores_further_steps(options: GenerationOptions) -> None:
     good = random_model(40, end=2.0)
 
     def model(source: Tokens, history: Tokens) -> Logits:
         return np.full(40, np.nan) if EOS in history else good(source, history)
 
-    options = STREAMS[name]
     requests = requests_of(60, options.max_length)
     expected = stream(FakeDecoder(good, 40), requests, options, 60)
     for kind in (FakeDecoder, SentenceFake):
@@ -206,8 +201,12 @@ def test_a_decoder_normalises_itself(name: str) -> None:
     options = replace(SEARCHES[name], length_penalty=1.0)
     model = random_model(40, end=2.0)
     sources = random_sources(40)
-    requests = [Request(row, source, 12) for row, source in enumerate(sources)]
-    found = stream(NormalisingFake(model, 40), requests, options, 8)
+    found = stream(
+        NormalisingFake(model, 40),
+        [Request(row, source, 12) for row, source in enumerate(sources)],
+        options,
+        8,
+    )
     for source, hypotheses in zip(sources, found, strict=True):
         for one in hypotheses:
             path = (*one.tokens, EOS) if one.finish_reason == "end" else one.tokens
@@ -233,7 +232,7 @@ def test_ranked_tokens_are_all_that_a_search_needs(name: str, vocabulary: int) -
             logits[:] = -np.inf
         return logits
 
-    requests = [Request(row, source, 12, options.prefix, row) for row, source in enumerate(sources)]
+    requests = requests_for(sources, options)
     expected = stream(SentenceFake(model, vocabulary), requests, options, 7)
     decoder = RankingFake(model, vocabulary)
     assert stream(decoder, requests, options, 7) == expected
@@ -265,7 +264,7 @@ def test_greedy_search_without_scores_finds_the_same(
         return logits
 
     options = GenerationOptions(max_length=12, **settings)
-    requests = [Request(row, source, 12) for row, source in enumerate(sources)]
+    requests = requests_for(sources, options)
     expected = stream(FakeDecoder(model, 40), requests, options, 60)
     assert expected[7] == [FAILED]
     found = stream(kind(model, 40), requests, replace(options, scores=False), 8)

@@ -38,6 +38,13 @@ def found(prompts: list[list[int]]) -> SharedPrompts | None:
     return shared_prompts(*pad_sources(prompts, 0))
 
 
+def sizes(prompts: list[list[int]]) -> tuple[int, int]:
+    """The length that is shared, and the number of beginnings."""
+    shared = found(prompts)
+    assert shared is not None
+    return shared.length, len(shared.first)
+
+
 def own(count: int, seed: int = 0) -> list[int]:
     return [int(token) for token in np.random.default_rng(seed).integers(3, 350, count)]
 
@@ -76,26 +83,19 @@ def test_several_beginnings_are_read_once_each() -> None:
 def test_the_length_is_the_one_that_saves_most() -> None:
     # Few-shot examples of all, then one more of half of them.
     prompts = [[*SYSTEM[:16], *own(40, row % 5), *own(6, row)] for row in range(10)]
-    shared = found(prompts)
-    assert shared is not None
     # 5 rows spared 48 tokens each, against 9 rows 16 each.
-    assert (shared.length, len(shared.first)) == (48, 5)
+    assert sizes(prompts) == (48, 5)
 
 
 def test_equal_prompts_are_read_once_with_their_padding() -> None:
     prompts = [[*SYSTEM], [*SYSTEM], [*SYSTEM[:20]], [*SYSTEM[:20]]]
-    shared = found(prompts)
-    assert shared is not None
-    assert (shared.length, len(shared.first)) == (32, 2)
+    assert sizes(prompts) == (32, 2)
     assert sorted(copied_tokens([[*prompt, 7] for prompt in prompts])) == [0, 0, 20, 32]
 
 
 def test_a_prompt_is_not_taken_for_a_longer_one_that_it_begins() -> None:
     """Padding may have the id of a token."""
-    prompts = [[*SYSTEM[:20]], [*SYSTEM[:20], *[0] * 12, 5, 6]]
-    shared = found(prompts)
-    assert shared is not None
-    assert shared.length == 16
+    assert sizes([[*SYSTEM[:20]], [*SYSTEM[:20], *[0] * 12, 5, 6]])[0] == 16
 
 
 @pytest.mark.parametrize(
@@ -176,18 +176,20 @@ def test_only_kernels_that_compute_each_row_by_itself_share(bundle_folder: Path)
 def test_a_job_says_how_many_tokens_were_copied(writer_bundle_folder: Path, tmp_path: Path) -> None:
     system = " ".join(pair.source for pair in builtin_pairs(2, seed=9))
     lines = [f"{system} {word}" for word in ("one", "two", "the cat", "the cat", "dogs")]
+
+    def record(out: Path) -> dict[str, Any]:
+        Job(engine, text, out, JobOptions(generation={"max_length": 5})).run()
+        found: dict[str, Any] = json.loads(out.with_name(f"{out.name}.summary.json").read_bytes())
+        return found
+
     text = tmp_path / "prompts.txt"
     text.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    options = JobOptions(generation={"max_length": 5})
     engine = Engine.load(writer_bundle_folder, replicas=1)
-    Job(engine, text, tmp_path / "shared.jsonl", options).run()
-    record = json.loads((tmp_path / "shared.jsonl.summary.json").read_text(encoding="utf-8"))
+    shared = record(tmp_path / "shared.jsonl")
     # Of five rows one reads the beginning, and one is answered as an equal row was.
-    assert record["errors"] == {}
-    assert record["shared_prompt_tokens"] > 0
-    assert record["shared_prompt_tokens"] % (3 * LANES) == 0
+    assert shared["errors"] == {}
+    assert shared["shared_prompt_tokens"] > 0
+    assert shared["shared_prompt_tokens"] % (3 * LANES) == 0
     engine.decoder.shares_prompts = False
-    Job(engine, text, tmp_path / "whole.jsonl", options).run()
+    assert record(tmp_path / "whole.jsonl")["shared_prompt_tokens"] == 0
     assert (tmp_path / "whole.jsonl").read_bytes() == (tmp_path / "shared.jsonl").read_bytes()
-    record = json.loads((tmp_path / "whole.jsonl.summary.json").read_text(encoding="utf-8"))
-    assert record["shared_prompt_tokens"] == 0

@@ -118,15 +118,12 @@ decoder.start(source[:9], mask[:9])
     ],
 )
 def test_what_onnxruntime_says_of_memory_is_understood(
-    bundle_folder: Path,
+    decoder: PortableDecoder,
     monkeypatch: pytest.MonkeyPatch,
     kind: type[Exception],
     said: str,
     short: bool,
 ) -> None:
-    bundle = Bundle.load(bundle_folder)
-    decoder = PortableDecoder(bundle, bundle.variant(), SessionOptions())
-
     class Failing:
         def __init__(self, session: Any) -> None:
             self.io_binding = session.io_binding
@@ -142,9 +139,7 @@ def test_what_onnxruntime_says_of_memory_is_understood(
     assert isinstance(caught.value.__cause__, kind)
 
 
-def test_graph_that_cannot_run_is_named(bundle_folder: Path) -> None:
-    bundle = Bundle.load(bundle_folder)
-    decoder = PortableDecoder(bundle, bundle.variant(), SessionOptions())
+def test_graph_that_cannot_run_is_named(decoder: PortableDecoder) -> None:
     source = np.full((1, 2), decoder.vocabulary_size)
     with pytest.raises(InputError, match=r"expected portable/encoder.onnx to run, found: .*export"):
         decoder.start(source, np.ones((1, 2), np.bool_))

@@ -12,8 +12,9 @@ import pytest
 from transferry.runtime.doctor import PRODUCT_GRAPH
 from transferry.runtime.errors import InputError, ProviderError, UsageError
 from transferry.runtime.ort import cuda
-from transferry.runtime.ort.cuda import cuda_obstacle
+from transferry.runtime.ort.cuda import CudaObstacle, cuda_obstacle
 from transferry.runtime.ort.session import (
+    Provider,
     SessionOptions,
     assigned_nodes,
     open_session,
@@ -31,6 +32,12 @@ def graph(tmp_path: Path) -> Path:
     return path
 
 
+def obstacle(device_id: int = 0) -> CudaObstacle:
+    found = cuda_obstacle(device_id)
+    assert found is not None
+    return found
+
+
 @pytest.fixture
 def working_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """A machine on which nothing seems to be missing; each test takes one thing away."""
@@ -43,12 +50,16 @@ def working_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch
     yield monkeypatch
 
 
-def test_runs_on_the_cpu_and_tells_so(graph: Path) -> None:
-    session = open_session(graph, SessionOptions())
+@pytest.mark.parametrize("provider", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_runs_on_its_provider_and_tells_so(graph: Path, provider: Provider) -> None:
+    session = open_session(graph, SessionOptions(provider))
     a = np.arange(9, dtype=np.float32).reshape(3, 3)
     np.testing.assert_array_equal(session.run(None, {"a": a, "b": a})[0], a @ a)
-    assert session.get_providers()[0] == "CPUExecutionProvider"
-    assert assigned_nodes(session) == {"CPUExecutionProvider": 1}
+    name = f"{provider.upper()}ExecutionProvider"
+    assert session.get_providers()[0] == name
+    assert assigned_nodes(session) == {name: 1}
+    if provider == "cuda":
+        assert session.get_provider_options()[name]["use_tf32"] == "0"
 
 
 def test_passes_its_settings_on(graph: Path) -> None:
@@ -83,14 +94,9 @@ def test_refuses_settings_out_of_range(setting: str, value: Any) -> None:
         dataclasses.replace(SessionOptions(), **{setting: value})
 
 
-def test_refuses_a_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"none\.onnx"):
-        open_session(tmp_path / "none.onnx", SessionOptions())
-
-
-@pytest.mark.parametrize("content", [b"", b"not a graph" * 20, PRODUCT_GRAPH[:60]])
-def test_refuses_a_damaged_file(graph: Path, content: bytes) -> None:
-    graph.write_bytes(content)
+@pytest.mark.parametrize("content", [None, b"", b"not a graph" * 20, PRODUCT_GRAPH[:60]])
+def test_refuses_a_missing_or_damaged_file(graph: Path, content: bytes | None) -> None:
+    graph.unlink() if content is None else graph.write_bytes(content)
     with pytest.raises(InputError, match=r"product\.onnx"):
         open_session(graph, SessionOptions())
 
@@ -144,19 +150,16 @@ def test_names_what_the_driver_lacks(
 ) -> None:
     answer = cuda._Driver(**driver) if driver else None
     working_cuda.setattr(cuda, "_query_driver", lambda: answer)
-    obstacle = cuda_obstacle(device_id=1)
-    assert obstacle is not None
-    assert re.search(missing, obstacle.missing)
-    assert obstacle.gpu_present == gpu_present
-    assert obstacle.remedy
+    found = obstacle(device_id=1)
+    assert re.search(missing, found.missing)
+    assert found.gpu_present == gpu_present
+    assert found.remedy
 
 
 def test_names_a_package_without_cuda(working_cuda: pytest.MonkeyPatch) -> None:
     working_cuda.setattr(onnxruntime, "get_available_providers", lambda: ["CPUExecutionProvider"])
-    obstacle = cuda_obstacle()
-    assert obstacle is not None
-    assert "has no CUDA in it" in obstacle.missing
-    assert "[cuda]" in obstacle.remedy
+    assert "has no CUDA in it" in obstacle().missing
+    assert "[cuda]" in obstacle().remedy
 
 
 def test_names_missing_libraries_and_keeps_stdout_clean(
@@ -167,10 +170,9 @@ def test_names_missing_libraries_and_keeps_stdout_clean(
 
     working_cuda.setattr(cuda, "_preload_cuda_libraries", preload_cuda_libraries)
     working_cuda.setattr(onnxruntime, "preload_dlls", preload)
-    obstacle = cuda_obstacle()
-    assert obstacle is not None
-    assert "(Failed to load libcublasLt.so.13: no such file)" in obstacle.missing
-    assert "[cuda]" in obstacle.remedy
+    found = obstacle()
+    assert "(Failed to load libcublasLt.so.13: no such file)" in found.missing
+    assert "[cuda]" in found.remedy
     assert capsys.readouterr().out == ""
 
 
@@ -255,15 +257,6 @@ def test_tells_a_broken_file_from_a_broken_provider(
     graph.write_bytes(PRODUCT_GRAPH[:60])
     with pytest.raises(InputError, match=r"product\.onnx"):
         open_session(graph, SessionOptions(provider="cuda"))
-
-
-@pytest.mark.cuda
-def test_runs_on_cuda_and_tells_so(graph: Path) -> None:
-    session = open_session(graph, SessionOptions(provider="cuda"))
-    a = np.eye(3, dtype=np.float32)
-    np.testing.assert_array_equal(session.run(None, {"a": a, "b": a})[0], a)
-    assert assigned_nodes(session) == {"CUDAExecutionProvider": 1}
-    assert session.get_provider_options()["CUDAExecutionProvider"]["use_tf32"] == "0"
 
 
 @pytest.mark.parametrize(

@@ -34,14 +34,16 @@ from transferry.runtime.proof.certificates.signature import load_public_key
 from transferry.runtime.proof.certificates.standing import standing
 from transferry.runtime.proof.report import ParityReport
 
+Keys = tuple[Path, Path]
+
 
 @pytest.fixture
-def keys(tmp_path: Path) -> tuple[Path, Path]:
+def keys(tmp_path: Path) -> Keys:
     return key_files(tmp_path)
 
 
 @pytest.fixture
-def other(tmp_path: Path) -> tuple[Path, Path]:
+def other(tmp_path: Path) -> Keys:
     return key_files(tmp_path, "other", secret=7)
 
 
@@ -55,7 +57,7 @@ def load(folder: Path, key: Path) -> Engine:
     return Engine.load(folder, require_certificate="recorded", trusted_key=key)
 
 
-def test_a_signed_certificate_is_cited_with_its_key(folder: Path, keys: tuple[Path, Path]) -> None:
+def test_a_signed_certificate_is_cited_with_its_key(folder: Path, keys: Keys) -> None:
     made, (_, public) = certified(folder, sign=keys[0]), keys
     key_id = load_public_key(public).key_id
     assert str(made).endswith(f", signed by {key_id}")
@@ -72,9 +74,8 @@ def test_a_signed_certificate_is_cited_with_its_key(folder: Path, keys: tuple[Pa
 
 def test_the_statement_names_every_file_by_its_hash(folder: Path) -> None:
     certified(folder)
-    resources = json.loads(Envelope.parse(file_of(folder).read_bytes()).payload)["predicate"][
-        "resources"
-    ]
+    payload = Envelope.parse(file_of(folder).read_bytes()).payload
+    resources = json.loads(payload)["predicate"]["resources"]
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     assert [one["name"] for one in resources] == sorted(
         name for name in names if not name.startswith(FOLDER)
@@ -83,16 +84,14 @@ def test_the_statement_names_every_file_by_its_hash(folder: Path) -> None:
     assert MANIFEST in names
 
 
-def test_an_unsigned_certificate_is_refused(folder: Path, keys: tuple[Path, Path]) -> None:
+def test_an_unsigned_certificate_is_refused(folder: Path, keys: Keys) -> None:
     certified(folder)
     assert Engine.load(folder, require_certificate=True).certificate.endswith(", unsigned")
     with pytest.raises(ParityError, match=r"\.json is unsigned\. Verify it: .* --sign KEY$"):
         load(folder, keys[1])
 
 
-def test_another_key_is_refused(
-    folder: Path, keys: tuple[Path, Path], other: tuple[Path, Path]
-) -> None:
+def test_another_key_is_refused(folder: Path, keys: Keys, other: Keys) -> None:
     certified(folder, sign=keys[0])
     with pytest.raises(ParityError, match=r"is signed by sha256:\w+, not by the trusted key"):
         load(folder, other[1])
@@ -103,17 +102,16 @@ def test_another_key_is_refused(
 
 @pytest.mark.parametrize("what", ["payload", "signature"])
 def test_a_changed_certificate_is_refused_before_it_is_parsed(
-    folder: Path, keys: tuple[Path, Path], what: str, monkeypatch: pytest.MonkeyPatch
+    folder: Path, keys: Keys, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     certified(folder, sign=keys[0])
     path = file_of(folder)
     record = json.loads(path.read_bytes())
     envelope = record["dsseEnvelope"]
     if what == "payload":
-        payload = base64.b64decode(envelope["payload"]).replace(
-            b'"batch_rows": 64', b'"batch_rows": 99'
-        )
-        envelope["payload"] = base64.b64encode(payload).decode()
+        payload = base64.b64decode(envelope["payload"])
+        changed = payload.replace(b'"batch_rows": 64', b'"batch_rows": 99')
+        envelope["payload"] = base64.b64encode(changed).decode()
     else:
         signature = bytearray(base64.b64decode(envelope["signatures"][0]["sig"]))
         signature[20] ^= 1
@@ -129,7 +127,7 @@ def test_a_changed_certificate_is_refused_before_it_is_parsed(
         load(folder, keys[1])
 
 
-def test_a_signature_does_not_move_to_other_files(folder: Path, keys: tuple[Path, Path]) -> None:
+def test_a_signature_does_not_move_to_other_files(folder: Path, keys: Keys) -> None:
     """The manifest is made again, as by somebody who changes a file on purpose."""
     certified(folder, sign=keys[0])
     change_byte(folder / "portable" / "weights.bin", -1)
@@ -138,7 +136,7 @@ def test_a_signature_does_not_move_to_other_files(folder: Path, keys: tuple[Path
         load(folder, keys[1])
 
 
-def test_the_signed_one_counts_beside_others(folder: Path, keys: tuple[Path, Path]) -> None:
+def test_the_signed_one_counts_beside_others(folder: Path, keys: Keys) -> None:
     """Whatever its name, and although an unsigned one of the same cell comes first."""
     certified(folder, sign=keys[0])
     path = file_of(folder)
@@ -154,7 +152,7 @@ def test_the_signed_one_counts_beside_others(folder: Path, keys: tuple[Path, Pat
 
 
 def test_elsewhere_only_what_is_signed_is_computed_again(
-    folder: Path, keys: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+    folder: Path, keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     certified(folder, sign=keys[0])
     monkeypatch.setattr(certificate_module, "instruction_sets", lambda: ("avx2",))
@@ -171,7 +169,7 @@ def test_elsewhere_only_what_is_signed_is_computed_again(
         Engine.load(folder, require_certificate="run", trusted_key=keys[1], prove=prove)
 
 
-def test_an_unsigned_certificate_chooses_no_variant(folder: Path, keys: tuple[Path, Path]) -> None:
+def test_an_unsigned_certificate_chooses_no_variant(folder: Path, keys: Keys) -> None:
     bundle = with_variants(folder, "cpu-int8")
     options, trusted = SessionOptions(), load_public_key(keys[1])
     certified(bundle, "cpu-int8")
@@ -182,7 +180,7 @@ def test_an_unsigned_certificate_chooses_no_variant(folder: Path, keys: tuple[Pa
 
 
 def test_an_unsigned_certificate_replaces_no_signed_one(
-    folder: Path, keys: tuple[Path, Path], other: tuple[Path, Path]
+    folder: Path, keys: Keys, other: Keys
 ) -> None:
     certified(folder, sign=keys[0])
     before = file_of(folder).read_bytes()
@@ -199,17 +197,12 @@ def test_an_unsigned_certificate_replaces_no_signed_one(
     assert certified(folder).signature() == "unsigned"
 
 
-def test_a_trusted_key_needs_a_required_certificate(folder: Path, keys: tuple[Path, Path]) -> None:
-    with pytest.raises(
-        UsageError, match="--trusted-key has no effect without --require-certificate"
-    ):
+def test_a_trusted_key_needs_a_required_certificate(folder: Path, keys: Keys) -> None:
+    message = "--trusted-key has no effect without --require-certificate"
+    with pytest.raises(UsageError, match=message):
         Engine.load(folder, trusted_key=keys[1])
     with pytest.raises(InputError, match="expected a public key"):
         load(folder, keys[0])
-    found = standing(
-        Bundle.load(folder),
-        Bundle.load(folder).variant(),
-        SessionOptions(),
-        load_public_key(keys[1]),
-    )
+    bundle, key = Bundle.load(folder), load_public_key(keys[1])
+    found = standing(bundle, bundle.variant(), SessionOptions(), key)
     assert found.cite().startswith("none: nothing was verified for variant portable")

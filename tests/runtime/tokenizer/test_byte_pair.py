@@ -40,13 +40,11 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
 
 
 def test_ids_by_hand() -> None:
+    """A cut renumbers what is kept, and spells the rest by bytes."""
     whole = Tokenizer("test", PATTERN, RANKS)
     assert whole.vocabulary_size == 3 + 256 + len(MERGES)
     assert whole.encode("anna") == [3 + ANNA]
     assert whole.encode("abcbc") == [3 + ABC, 3 + BC]
-
-
-def test_a_cut_renumbers_and_spells_the_rest_by_bytes() -> None:
     cut = Tokenizer("test", PATTERN, RANKS, KEPT)
     assert cut.vocabulary_size == 3 + 256 + 2
     # The words fall apart as in the whole encoding, "abc" and "bc": only "bc" has no id.
@@ -91,13 +89,12 @@ def test_batch_is_one_by_one(tokenizer: Tokenizer) -> None:
     assert tokenizer.encode_batch(TEXTS) == [tokenizer.encode(text) for text in TEXTS]
 
 
-def test_special_ids_decode_to_nothing(tokenizer: Tokenizer) -> None:
+def test_special_ids_decode_to_nothing_and_half_a_character_to_the_replacement(
+    tokenizer: Tokenizer,
+) -> None:
     special = tokenizer.special
     ids = [special.bos_id, *tokenizer.encode("anna"), special.eos_id, special.pad_id]
     assert tokenizer.decode(ids) == "anna"
-
-
-def test_half_a_character_decodes_to_the_replacement(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(tokenizer.encode("é")[:1]) == "\ufffd"
 
 
@@ -135,6 +132,14 @@ def test_saving_again_to_the_same_folder_is_not_cached(tmp_path: Path) -> None:
 def test_saving_where_there_is_no_folder(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"missing/ranks\.tiktoken"):
         Tokenizer("test", PATTERN, RANKS).save(tmp_path / "missing")
+
+
+def require_refusal(folder: Path, name: str, edit: Callable[[bytes], bytes], message: str) -> None:
+    """Requires that a saved tokenizer whose file `name` was edited is refused."""
+    Tokenizer("test", PATTERN, RANKS, KEPT).save(folder)
+    (folder / name).write_bytes(edit((folder / name).read_bytes()))
+    with pytest.raises(InputError, match=message):
+        Tokenizer.load(folder)
 
 
 def change(**values: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
@@ -177,11 +182,10 @@ def special(**values: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
 def test_broken_settings_are_refused(
     tmp_path: Path, edit: Callable[[dict[str, Any]], Any], message: str
 ) -> None:
-    Tokenizer("test", PATTERN, RANKS, KEPT).save(tmp_path)
-    path = tmp_path / "tokenizer.json"
-    path.write_text(json.dumps(edit(json.loads(path.read_text()))))
-    with pytest.raises(InputError, match=message):
-        Tokenizer.load(tmp_path)
+    def edited(content: bytes) -> bytes:
+        return json.dumps(edit(json.loads(content))).encode()
+
+    require_refusal(tmp_path, "tokenizer.json", edited, message)
 
 
 @pytest.mark.parametrize(
@@ -200,11 +204,10 @@ def test_broken_settings_are_refused(
 def test_broken_ranks_are_refused(
     tmp_path: Path, edit: Callable[[list[bytes]], list[bytes]], message: str
 ) -> None:
-    Tokenizer("test", PATTERN, RANKS, KEPT).save(tmp_path)
-    path = tmp_path / "ranks.tiktoken"
-    path.write_bytes(b"".join(line + b"\n" for line in edit(path.read_bytes().splitlines())))
-    with pytest.raises(InputError, match=message):
-        Tokenizer.load(tmp_path)
+    def edited(content: bytes) -> bytes:
+        return b"".join(line + b"\n" for line in edit(content.splitlines()))
+
+    require_refusal(tmp_path, "ranks.tiktoken", edited, message)
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "ranks.tiktoken"])
@@ -216,8 +219,5 @@ def test_missing_file_is_named(tmp_path: Path, name: str) -> None:
 
 
 def test_cut_short_settings_are_refused(tmp_path: Path) -> None:
-    Tokenizer("test", PATTERN, RANKS).save(tmp_path)
-    path = tmp_path / "tokenizer.json"
-    path.write_bytes(path.read_bytes()[:40])
-    with pytest.raises(InputError, match=r"tokenizer\.json is not JSON"):
-        Tokenizer.load(tmp_path)
+    message = r"tokenizer\.json is not JSON"
+    require_refusal(tmp_path, "tokenizer.json", lambda content: content[:40], message)

@@ -143,7 +143,7 @@ def test_without_options_the_answers_are_those_of_generate(
     theirs.decoder_start_token_id = BOS
     special = SpecialTokens(PAD, BOS, ends[0], after=(), more_ends=tuple(ends[1:]))
     # transformers forces the first token after a prompt of one token, too.
-    rows = [row for row in sources(kind)[:5] if name != "BART's" or len(row) > 1]
+    rows = [row for row in sources()[:5] if name != "BART's" or len(row) > 1]
     found = search(TheirDecoder(model), rows, GenerationOptions(**fields), special)
     previous, model.generation_config = model.generation_config, theirs
     try:
