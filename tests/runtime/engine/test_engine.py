@@ -390,18 +390,16 @@ def test_load_refuses(bundle_folder: Path, load: Callable[[Path], Engine], messa
     ],
 )
 def test_misuse_is_told_in_words(
-    bundle_folder: Path, texts: Any, options: dict[str, Any] | None, message: str
+    engine: Engine, texts: Any, options: dict[str, Any] | None, message: str
 ) -> None:
-    translator = Engine.load(bundle_folder, variant="portable")
     with pytest.raises(UsageError, match=message):
-        list(translator.generate(texts, **(options or {})))
+        list(engine.generate(texts, **(options or {})))
 
 
-def test_pairs_are_several_too(bundle_folder: Path) -> None:
-    translator = Engine.load(bundle_folder, variant="portable")
+def test_pairs_are_several_too(engine: Engine) -> None:
     with pytest.raises(UsageError, match="texts must be several"):
-        score(translator, "five")  # type: ignore[arg-type]
+        score(engine, "five")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="texts must be strings, found 5"):
-        list(score(translator, [("five", 5)]))  # type: ignore[list-item]
+        list(score(engine, [("five", 5)]))  # type: ignore[list-item]
     with pytest.raises(UsageError, match=r"expected pairs, .*, found 'ab'"):
-        list(score(translator, ["ab"]))  # type: ignore[list-item]
+        list(score(engine, ["ab"]))  # type: ignore[list-item]

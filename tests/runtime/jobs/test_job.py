@@ -22,6 +22,7 @@ from transferry.runtime.jobs.job_options import JobOptions
 from transferry.runtime.jobs.summary import Summary
 
 LINES = ["eins zwei", "", "drei", "Straße \u2028 東京"]
+CANARY = "canary must be 1/N, such as 1/1000, found '"
 AS_TEXT = "EINS ZWEI\n\nDREI\nSTRASSE   東京\n"
 
 
@@ -243,14 +244,13 @@ def test_the_input_is_never_the_output(source: Path, tmp_path: Path, force: bool
     assert source.read_text(encoding="utf-8").split("\n")[0] == LINES[0]
 
 
-@pytest.mark.parametrize("name", ["out.jsonl", "out.txt.gz"])
-def test_a_failing_engine_leaves_nothing(source: Path, tmp_path: Path, name: str) -> None:
-    with pytest.raises(RuntimeError, match="the device is gone"):
-        run(source, name, engine=Echo(fail_at=1))
-    assert names(tmp_path) == {"source.txt"}
-
-
-def test_an_input_that_breaks_off_leaves_nothing(source: Path, tmp_path: Path) -> None:
+def test_a_failing_engine_or_an_input_that_breaks_off_leaves_nothing(
+    source: Path, tmp_path: Path
+) -> None:
+    for name in ("out.jsonl", "out.txt.gz"):
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            run(source, name, engine=Echo(fail_at=1))
+        assert names(tmp_path) == {"source.txt"}
     source.write_bytes(gzip.compress(source.read_bytes())[:-9])
     with pytest.raises(InputError, match=r"source\.txt: expected a whole gzip file"):
         run(source)
@@ -329,10 +329,7 @@ def test_a_summary_lies_beside_the_output(source: Path, out: Path) -> None:
         ({"max_errors": -1}, "max_errors must be at least 0, found -1"),
         ({"task": "embed", "generation": {"beam": 4}}, "beam has no effect on task embed"),
         ({"task": "score", "canary": "1/2"}, "canary has no effect on task score"),
-        *(
-            ({"canary": text}, "canary must be 1/N, such as 1/1000, found '")
-            for text in ("", "1000", "2/3", "1/0", "1/-4", "1/x")
-        ),
+        *(({"canary": text}, CANARY) for text in ("", "1000", "2/3", "1/0", "1/-4", "1/x")),
     ],
 )
 def test_options_that_cannot_be(options: dict[str, Any], message: str) -> None:

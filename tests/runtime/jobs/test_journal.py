@@ -228,21 +228,17 @@ def test_a_folder_of_somebody_else_is_not_touched(tmp_path: Path) -> None:
     folder = tmp_path / "out.job"
     folder.mkdir()
     (folder / "photo.part").write_bytes(b"dear")
-    with (
-        pytest.raises(UsageError, match=r"out\.job holds photo\.part, so it is not the folder"),
-        Journal.locked(folder) as journal,
-    ):
+    message = r"out\.job holds photo\.part, so it is not the folder"
+    with pytest.raises(UsageError, match=message), Journal.locked(folder) as journal:
         journal.begin(FINGERPRINT, force=True)
     assert names(folder) == {"photo.part"}
 
 
 def test_the_second_of_two_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "out.job"
+    message = r"out\.job is in use: another job writes the same"
     with begun(folder) as journal:
-        with (
-            pytest.raises(UsageError, match=r"out\.job is in use: another job writes the same"),
-            Journal.locked(folder),
-        ):
+        with pytest.raises(UsageError, match=message), Journal.locked(folder):
             pass
         finish(journal, b"one")
     assert (folder / JOB).exists()

@@ -42,22 +42,17 @@ def test_cuda_passes_the_recorded_reference(fixture: str, request: pytest.Fixtur
     assert report.faults == []
 
 
-def test_the_cache_stays_on_the_device(bundle_folder: Path) -> None:
-    bundle = Bundle.load(bundle_folder)
-    decoder = PortableDecoder(bundle, bundle.variant(), SessionOptions("cuda"))
-    state = decoder.start(np.array([[5, 6, 2]]), np.ones((1, 3), np.bool_))
-    _, state = decoder.step(np.array([[1]]), state)
-    state = decoder.select(state, np.array([0, 0]))
-    places = {value.device_name() for value in (*state.cross, *state.past, state.mask)}
-    assert places == {"cuda"}
-
-
-def test_the_nodes_run_on_cuda(bundle_folder: Path) -> None:
+def test_the_nodes_run_and_the_cache_stays_on_the_device(bundle_folder: Path) -> None:
     bundle = Bundle.load(bundle_folder)
     decoder = PortableDecoder(bundle, bundle.variant(), SessionOptions("cuda"))
     nodes = dict(entry.rsplit(" ", 1) for entry in decoder.describe()["nodes"])
     # Shapes are computed on the CPU by onnxruntime's choice; the bulk must not be.
     assert int(nodes["CUDAExecutionProvider"]) > int(nodes.get("CPUExecutionProvider", 0))
+    state = decoder.start(np.array([[5, 6, 2]]), np.ones((1, 3), np.bool_))
+    _, state = decoder.step(np.array([[1]]), state)
+    state = decoder.select(state, np.array([0, 0]))
+    places = {value.device_name() for value in (*state.cross, *state.past, state.mask)}
+    assert places == {"cuda"}
 
 
 @pytest.mark.parametrize("beam", [1, 4])

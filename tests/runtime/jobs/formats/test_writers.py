@@ -66,10 +66,8 @@ def test_pandas_reads_tables(tmp_path: Path, name: str) -> None:
 def test_csv_gives_back_every_string(tmp_path: Path) -> None:
     wild = [*TEXTS, "a\rb", "\r", "a\nb", "\r\n", '""', "a,b", "\t", "\ufeff", '"\n"']
     writer = writer_of(tmp_path / "out.csv")
-    rows: list[Record] = [
-        {"id": text, "note": text, "source": text, "text": text, "finish_reason": "end"}
-        for text in wild
-    ]
+    fields = ("id", "note", "source", "text")
+    rows: list[Record] = [{**dict.fromkeys(fields, t), "finish_reason": "end"} for t in wild]
     path = write(writer, tmp_path / "out.csv", rows)
     again = list(open_reader(path, column="text").rows())
     assert [(row.id, row.text, row.fields["note"]) for row in again] == [(t, t, t) for t in wild]
@@ -193,10 +191,8 @@ def test_plain_text_and_vectors_admit_any_field(tmp_path: Path) -> None:
     reader = reader_of(tmp_path, "in.jsonl", b'{"text": "a", "score": 1, "id": "\\t"}')
     (row,) = reader.rows()
     assert open_writer(tmp_path / "out.txt", rows=reader.layout).admit(row) is row
-    assert (
-        open_writer(tmp_path / "out.npy", rows=reader.layout, task="embed", width=3).admit(row)
-        is row
-    )
+    vector_writer = open_writer(tmp_path / "out.npy", rows=reader.layout, task="embed", width=3)
+    assert vector_writer.admit(row) is row
 
 
 @pytest.mark.parametrize("count", [0, 1, 9, 12_345])
