@@ -22,11 +22,7 @@ MAX_MODULES, MAX_LINES, MAX_FUNCTION, MAX_PARAMETERS = 12, 500, 60, 8
 CLICK = re.compile(r"\b(command|option|argument)s?\b|_options?\b")
 # The list may only become shorter.
 STILL_OVERSIZED = {
-    "export/distillation/distil.py: distil",
     "runtime/engine/open_bundle.py: load",
-    "runtime/proof/certificates/certificate.py: certify",
-    "runtime/proof/divergence.py: explain",
-    "runtime/proof/recorded.py: check_reference",
     "tests/build_model/importing/huggingface/test_classifiers.py: test_jobs_with_heads",
     "tests/build_model/importing/huggingface/test_classifiers.py: "
     "test_labels_through_bundle_and_engine_are_theirs",
