@@ -20,19 +20,24 @@ from transferry.build_model.model.config import ModelConfig
 from transferry.build_model.model.transformer import Transformer
 from transferry.export import bundle as exporting
 from transferry.export.bundle import Contents, export_bundle
-from transferry.export.make import describe
+from transferry.export.checks.numbers import compare_cases
+from transferry.export.make import describe, make
+from transferry.export.oracle.cases import random_case
 from transferry.export.oracle.oracle import Oracle
 from transferry.export.recipes import RECIPES
 from transferry.export.rewrite.calibration import Calibration, Histogram, LinearObserver
 from transferry.export.rewrite.kv_scales import KVRanges, fold_kv_scales
 from transferry.export.trace.graph import Graph
 from transferry.export.trace.store import write_graphs
+from transferry.export.verify import Request, verify_against
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.manifest import Manifest
+from transferry.runtime.ort.open_model import ServedModel, open_model
 from transferry.runtime.ort.portable_decoder import PortableDecoder
 from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.proof.compare import Tolerance
-from transferry.runtime.tokenizer.byte_pair import SINGLE_BYTES, SOURCES, Tokenizer
+from transferry.runtime.proof.report import ParityReport
+from transferry.runtime.tokenizer.byte_pair import SINGLE_BYTES, SOURCES, SpecialTokens, Tokenizer
 
 BYTES = Tokenizer("bytes", r"\S+|\s+", {byte: rank for rank, byte in enumerate(SINGLE_BYTES)})
 
@@ -72,6 +77,46 @@ def oracle(checkpoint: Checkpoint) -> Oracle:
 @pytest.fixture(scope="session", autouse=True)
 def _shared_traces(traces: None) -> None:
     """These tests pass `TRACES`, on disk, to exports and verifications."""
+
+
+def graphs_of(
+    model: Transformer, name: str = "cpu-fp32", calibration: Calibration | None = None
+) -> dict[str, Graph]:
+    """The graphs of a variant, traced once for all tests."""
+    return make(model, RECIPES[name], TRACES, calibration)
+
+
+exported = partial(export_bundle, traces=TRACES)
+
+
+def opened(bundle: Bundle, name: str | None = None) -> ServedModel:
+    """A variant, by default the first, in onnxruntime on the CPU."""
+    return open_model(bundle, bundle.variant(name), SessionOptions())
+
+
+def verified(
+    checkpoint: Checkpoint,
+    bundle: Bundle,
+    texts: Sequence[str],
+    name: str | None = None,
+    **settings: Any,
+) -> ParityReport:
+    """The full proof of a variant, by default the first."""
+    request = Request(texts, **settings)
+    return verify_against(checkpoint, bundle, opened(bundle, name), request, traces=TRACES)
+
+
+def require_torchs_answers(
+    model: Transformer,
+    served: ServedModel,
+    special: SpecialTokens = SOURCES,
+    sizes: Sequence[tuple[int, int, int]] = ((1, 1, 0), (3, 7, 0), (2, 5, 4)),
+) -> None:
+    """Compares random cases of each batch, source and past: every tensor is torch's."""
+    cases = [random_case(model.config, *size, seed=number) for number, size in enumerate(sizes)]
+    found = compare_cases(Oracle.of(model, special, Tolerance()), served, cases)
+    assert len(found) >= 2 * len(cases)
+    assert [f"{item.case}: {item.tensor}: {item.fault}" for item in found if item.fault] == []
 
 
 def written(folder: Path, model: Transformer, name: str, graphs: dict[str, Graph]) -> Bundle:

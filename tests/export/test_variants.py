@@ -1,7 +1,6 @@
 """The variants: their entries in the manifest, their files, and their precision."""
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -9,28 +8,23 @@ import onnx_ir as ir
 import pytest
 import torch
 
-from tests.export.conftest import written
-from tests.traced import TRACES
+from tests.export.conftest import exported, graphs_of, opened, verified, written
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint, load_samples
 from transferry.build_model.model.config import ModelConfig
 from transferry.build_model.model.transformer import Transformer
 from transferry.export import bundle as exporting
-from transferry.export.bundle import Contents, export_bundle
+from transferry.export.bundle import Contents
 from transferry.export.checks.numbers import compare_cases
-from transferry.export.make import make
 from transferry.export.oracle import effort
 from transferry.export.oracle.cases import random_case
 from transferry.export.oracle.oracle import Oracle
 from transferry.export.prove import check_graphs
 from transferry.export.recipes import RECIPES, recipe_of
 from transferry.export.trace.store import ALIGNMENT, WEIGHTS, write_graphs
-from transferry.export.verify import Request, verify_against
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.specs import CacheSpec
 from transferry.runtime.errors import ParityError, UsageError
 from transferry.runtime.ort.cuda import cuda_obstacle
-from transferry.runtime.ort.open_model import open_model
-from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.proof.compare import Tolerance
 from transferry.runtime.tokenizer.byte_pair import SOURCES
 
@@ -75,7 +69,7 @@ def test_cpu_fp32_adds_nothing_to_the_weights(
     graphs = [
         graph
         for name in ("portable", "cpu-fp32")
-        for graph in make(checkpoint.model, RECIPES[name], traces=TRACES).values()
+        for graph in graphs_of(checkpoint.model, name).values()
     ]
     write_graphs([(graph.model, tmp_path / graph.spec.file) for graph in graphs])
     alone = bundle.folder / "portable" / WEIGHTS
@@ -95,22 +89,13 @@ def test_screening_adds_the_lm_head_in_int8(all_variants: Bundle, bundle: Bundle
 
 def test_unknown_variants_are_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
     for name in ("cpu-fp16", "", "PORTABLE"):
-        with pytest.raises(
-            UsageError,
-            match=r"one of portable, portable-int8, cpu-fp32, cpu-int8, cpu-int4, cuda",
-        ):
+        known = "one of portable, portable-int8, cpu-fp32, cpu-int8, cpu-int4, cuda"
+        with pytest.raises(UsageError, match=known):
             recipe_of(name, calibrated=True)
         with pytest.raises(UsageError, match=f"there is no variant {name!r}"):
-            export_bundle(
-                checkpoint,
-                tmp_path / "bundle",
-                Contents(variants=["cpu-fp32", name]),
-                traces=TRACES,
-            )
+            exported(checkpoint, tmp_path / "bundle", Contents(variants=["cpu-fp32", name]))
     with pytest.raises(UsageError, match=r"cpu-int8 is calibrated on text .*--calibrate FILE"):
-        export_bundle(
-            checkpoint, tmp_path / "bundle", Contents(variants=["cpu-int8"]), traces=TRACES
-        )
+        exported(checkpoint, tmp_path / "bundle", Contents(variants=["cpu-int8"]))
     assert not list(tmp_path.iterdir()), "before any work"
 
 
@@ -120,13 +105,8 @@ def test_variants_for_a_gpu_are_written_where_there_is_none(
     """They are reported as not verified; onnx checks every graph all the same."""
     checkpoint = load_checkpoint(reader_run_folder)
     types, said = {"cuda-fp16": "float16", "cuda-bf16": "bfloat16"}, list[str]()
-    bundle = export_bundle(
-        checkpoint,
-        tmp_path / "bundle",
-        Contents(texts=load_samples(reader_run_folder), variants=list(types)),
-        say=said.append,
-        traces=TRACES,
-    )
+    contents = Contents(load_samples(reader_run_folder), list(types))
+    bundle = exported(checkpoint, tmp_path / "bundle", contents, say=said.append)
     if (obstacle := cuda_obstacle()) is not None:
         assert [line for line in said if "is not verified" in line] == [
             f"variant {name} is not verified: {obstacle.missing}" for name in types
@@ -148,7 +128,7 @@ def test_half_precision_answers_nearly_alike(tmp_path: Path) -> None:
     stacks = dict(encoder_layers=0, decoder_layers=1, norm_order="pre")
     config = ModelConfig.from_dict({**shape, **stacks, "architecture": "decoder-only"})
     model = Transformer(config).eval()
-    bundle = written(tmp_path, model, "cuda-fp16", make(model, RECIPES["cuda-fp16"], traces=TRACES))
+    bundle = written(tmp_path, model, "cuda-fp16", graphs_of(model, "cuda-fp16"))
     variant = bundle.variant()
     assert (variant.top_k, variant.cache) == (True, CacheSpec(True, "float16"))
     check_graphs(bundle, variant)
@@ -160,15 +140,15 @@ def test_half_precision_answers_nearly_alike(tmp_path: Path) -> None:
         if spec.role in ("bias", "logits", "hidden")
     }
     assert types == {("bias", "float32"), ("logits", "float32"), ("hidden", "float16")}
-    opened = open_model(bundle, variant, SessionOptions())
+    served = opened(bundle)
     cases = [random_case(config, *size, seed=0) for size in [(1, 1, 0), (3, 7, 0), (2, 5, 4)]]
     oracle = Oracle.of(model, SOURCES, Tolerance.of("float16"))
-    comparisons = compare_cases(oracle, opened, cases)
+    comparisons = compare_cases(oracle, served, cases)
     assert not [item.fault for item in comparisons if item.fault]
     assert np.isfinite([item.error for item in comparisons]).all()
     # The tolerance of float32 is a thousandth of that.
     oracle = Oracle.of(model, SOURCES, replace(oracle.tolerance, factor=Tolerance().factor))
-    assert [item.tensor for item in compare_cases(oracle, opened, cases) if item.fault]
+    assert [item.tensor for item in compare_cases(oracle, served, cases) if item.fault]
 
 
 def test_of_a_large_model_export_tells_a_loss_and_verify_judges(
@@ -179,17 +159,16 @@ def test_of_a_large_model_export_tells_a_loss_and_verify_judges(
     # It is the answers to the texts that are judged.
     case = random_case(checkpoint.model.config, 2, 3, 1, seed=0)
     monkeypatch.setattr(effort.Effort, "cases", lambda *_: [case])
-    made = partial(export_bundle, checkpoint, contents=Contents(texts=texts[:4]), traces=TRACES)
+    contents = Contents(texts[:4])
     with pytest.raises(ParityError, match="Equivalent choices"):
-        made(tmp_path / "small")
+        exported(checkpoint, tmp_path / "small", contents)
     assert not (tmp_path / "small").exists()
     monkeypatch.setattr(effort, "JUDGED_TOKENS", 1e9)
     lines: list[str] = []
-    bundle = made(tmp_path / "large", say=lines.append)
+    bundle = exported(checkpoint, tmp_path / "large", contents, say=lines.append)
     told = [line for line in lines if "variant cpu-int4: Equivalent choices" in line]
     assert len(told) == 1
     assert "too few answers" in told[0]
-    model = open_model(bundle, bundle.variant("cpu-int4"), SessionOptions())
-    report = verify_against(checkpoint, bundle, model, Request(texts[:16]), traces=TRACES)
+    report = verified(checkpoint, bundle, texts[:16], "cpu-int4")
     assert not report.passed
     assert all("Equivalent choices" in fault or "hoice" in fault for fault in report.faults)

@@ -8,31 +8,22 @@ import onnx_ir as ir
 import pytest
 from numpy.typing import NDArray
 
-from tests.traced import TRACES
+from tests.export.conftest import verified
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.export.faults.graph_faults import double_from_row
 from transferry.export.oracle.cases import random_case
 from transferry.export.subject.bundle_copy import BundleCopy, Change
-from transferry.export.verify import Request, verify_against
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.errors import UsageError
-from transferry.runtime.ort.open_model import open_model
-from transferry.runtime.ort.session import SessionOptions
-from transferry.runtime.proof.report import ParityReport
 
 pytestmark = pytest.mark.usefixtures("screened")
-
-
-def verify(calm: Checkpoint, bundle: Bundle, name: str, texts: list[str]) -> ParityReport:
-    model = open_model(bundle, bundle.variant(name), SessionOptions())
-    return verify_against(calm, bundle, model, Request(texts), traces=TRACES)
 
 
 @pytest.mark.parametrize("name", ["cpu-fp32", "cpu-int8", "cpu-int4"])
 def test_true_variant_passes(
     calm: Checkpoint, all_variants: Bundle, texts: list[str], name: str
 ) -> None:
-    report = verify(calm, all_variants, name, texts[:4])
+    report = verified(calm, all_variants, texts[:4], name)
     report.require()
     screened = ["greedy, screened"] if name == "cpu-fp32" else []
     assert [item.search for item in report.decisions] == [
@@ -73,7 +64,7 @@ def test_a_weight_that_is_off_is_caught(
     edit(copy, weight, change)
     copy.seal()
     faulty = Bundle.load(copy.folder)
-    report = verify(calm, faulty, name, [])
+    report = verified(calm, faulty, [], name)
     assert not report.passed
     assert {item.stage for item in report.comparisons if item.fault}
     # Another variant's files are unchanged.
@@ -107,7 +98,7 @@ def test_rows_of_the_largest_batch_are_verified(
     double_from_row(copy, first)
     copy.seal()
     faulty = Bundle.load(copy.folder)
-    numbers = verify(calm, faulty, name, [])
+    numbers = verified(calm, faulty, [], name)
     shown = f"{'batch 64' if name == 'portable' else 'batch 256'}, source 2, past 1"
     found = {item.case for item in numbers.comparisons if item.fault}
     assert shown in found <= {shown, f"{shown}, rows leave"}
@@ -115,12 +106,11 @@ def test_rows_of_the_largest_batch_are_verified(
     monkeypatch.setattr(
         "transferry.export.oracle.effort.largest_batches", lambda config, rows: [small]
     )
-    answers = verify(calm, faulty, name, texts[:2])
+    answers = verified(calm, faulty, texts[:2], name)
     assert {item.stage for item in answers.comparisons if item.fault} == set()
     assert not answers.decisions[0].passed
 
 
 def test_the_cross_check_needs_the_portable_graphs(calm: Checkpoint, all_variants: Bundle) -> None:
-    model = open_model(all_variants, all_variants.variant("cpu-fp32"), SessionOptions())
     with pytest.raises(UsageError, match="not cpu-fp32: add --variant portable"):
-        verify_against(calm, all_variants, model, Request([], cross_check=True), traces=TRACES)
+        verified(calm, all_variants, [], "cpu-fp32", cross_check=True)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from tests.export.conftest import opened
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.export.checks.numbers import compare_cases
 from transferry.export.oracle.cases import single_tokens, sizes
@@ -15,8 +16,6 @@ from transferry.export.rewrite.calibration import CALIBRATION, Calibration
 from transferry.export.subject.bundle_copy import BundleCopy
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.errors import InputError
-from transferry.runtime.ort.open_model import open_model
-from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.proof.compare import Comparison, Tolerance, observe
 
 INT8 = "cpu-int8"
@@ -36,8 +35,7 @@ def int8_oracle(calm: Checkpoint, calibration_read: Calibration) -> Oracle:
 
 
 def judged(oracle: Oracle, bundle: Bundle) -> list[Comparison]:
-    model = open_model(bundle, bundle.variant(INT8), SessionOptions())
-    return compare_cases(oracle, model, single_tokens(oracle.config))
+    return compare_cases(oracle, opened(bundle, INT8), single_tokens(oracle.config))
 
 
 def test_a_calibration_survives_its_file(
@@ -69,7 +67,7 @@ def test_where_nothing_lies_at_a_border_int8_is_as_exact_as_float32(
 
 
 def test_longer_texts_cross_borders_and_pass(int8_oracle: Oracle, all_variants: Bundle) -> None:
-    model = open_model(all_variants, all_variants.variant(INT8), SessionOptions())
+    model = opened(all_variants, INT8)
     # On no kind of rounding does a value cross in each set of cases; in three of four one does.
     for seed in range(0, 1000, 100):
         comparisons = compare_cases(int8_oracle, model, sizes(int8_oracle.config, seed=seed))

@@ -5,19 +5,16 @@ from typing import Any
 
 import pytest
 
-from tests.export.conftest import random_reader, written
-from tests.traced import TRACES
-from transferry.export.checks.numbers import compare_cases
-from transferry.export.make import make
-from transferry.export.oracle.cases import random_case
-from transferry.export.oracle.oracle import Oracle
+from tests.export.conftest import (
+    graphs_of,
+    opened,
+    random_reader,
+    require_torchs_answers,
+    written,
+)
 from transferry.export.prove import check_graphs
-from transferry.export.recipes import RECIPES
 from transferry.export.rewrite import encoder_attention
 from transferry.runtime.errors import ParityError
-from transferry.runtime.ort.open_model import open_model
-from transferry.runtime.ort.session import SessionOptions
-from transferry.runtime.proof.compare import Tolerance
 from transferry.runtime.tokenizer.byte_pair import PASSAGES
 
 
@@ -36,7 +33,7 @@ def test_an_encoder_of_fused_attentions_answers_as_torch(
     changes: dict[str, Any], fused: int, tmp_path: Path
 ) -> None:
     model = random_reader(**changes)
-    graphs = make(model, RECIPES["cpu-fp32"], traces=TRACES)
+    graphs = graphs_of(model)
     operators = [node.op_type for node in graphs["encoder"].model.graph]
     assert operators.count("Attention") == fused
     assert operators.count("Softmax") == 2 - fused
@@ -45,22 +42,18 @@ def test_an_encoder_of_fused_attentions_answers_as_torch(
         assert operators.count("Expand") <= 2  # the bias is repeated once, not in every layer
     bundle = written(tmp_path, model, "cpu-fp32", graphs)
     check_graphs(bundle, bundle.variant())
-    opened = open_model(bundle, bundle.variant(), SessionOptions())
     sizes = [(1, 1, 0), (3, 7, 0), (2, 13, 2)]
-    cases = [random_case(model.config, *size, seed=number) for number, size in enumerate(sizes)]
-    comparisons = compare_cases(Oracle.of(model, PASSAGES, Tolerance()), opened, cases)
-    assert len(comparisons) >= len(cases)
-    assert [f"{item.case}: {item.tensor}: {item.fault}" for item in comparisons if item.fault] == []
+    require_torchs_answers(model, opened(bundle), PASSAGES, sizes)
 
 
 def test_an_attention_written_in_another_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoder_attention, "KEYS_IN_HEADS", [0, 2, 1, 3])
     with pytest.raises(ParityError, match=r"cpu-fp32: expected 2 attentions of the enc.*found 0"):
-        make(random_reader(), RECIPES["cpu-fp32"], traces=TRACES)
+        graphs_of(random_reader())
 
 
 def test_a_variant_for_a_gpu_keeps_what_every_provider_has() -> None:
-    graphs = make(random_reader(), RECIPES["cuda-fp16"], traces=TRACES)
+    graphs = graphs_of(random_reader(), "cuda-fp16")
     operators = {node.op_type for node in graphs["encoder"].model.graph}
     assert "Softmax" in operators
     assert "Attention" not in operators

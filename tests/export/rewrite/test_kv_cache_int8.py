@@ -10,12 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tests.export.conftest import BYTES, written
-from tests.traced import TRACES
+from tests.export.conftest import BYTES, graphs_of, written
 from transferry.build_model.model.config import ModelConfig
 from transferry.build_model.model.transformer import Transformer
-from transferry.export.make import make
-from transferry.export.recipes import RECIPES
 from transferry.export.rewrite.calibration import Calibration, calibrate, vocabulary_texts
 from transferry.export.rewrite.kv_cache_int8 import quantise_cache
 from transferry.export.rewrite.kv_scales import HEADROOM, LARGEST, KVRanges, fold_kv_scales
@@ -73,7 +70,7 @@ def model_of(options: dict[str, Any]) -> Transformer:
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
     model = model_of(OPTIONS[request.param])
     calibration = calibrate(model, BYTES.special, SENTENCES, 10)
-    graphs = make(model, RECIPES["cpu-int8"], calibration=calibration, traces=TRACES)
+    graphs = graphs_of(model, "cpu-int8", calibration)
     bundle = written(tmp_path_factory.mktemp("int8"), model, "cpu-int8", graphs)
     decoder = FusedDecoder(bundle, bundle.variant(), SessionOptions())
     return model, calibration, graphs, decoder
@@ -185,7 +182,7 @@ def test_a_missed_attention_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None
     missed = "transferry.export.rewrite.kv_cache_int8.quantise_cache"
     monkeypatch.setattr(missed, lambda *given: quantise_cache(*given) - 1)
     with pytest.raises(ParityError, match=r"expected 4 attentions .*, found 3"):
-        make(model, RECIPES["cpu-int8"], calibration=calibration, traces=TRACES)
+        graphs_of(model, "cpu-int8", calibration)
 
 
 # The engine

@@ -9,19 +9,14 @@ import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
-from tests.export.conftest import written
+from tests.export.conftest import graphs_of, opened, written
 from tests.export.test_family import config_of
-from tests.traced import TRACES
 from transferry.build_model.model.transformer import Transformer
 from transferry.export.checks.numbers import compare_cases
-from transferry.export.make import make
 from transferry.export.oracle.cases import single_tokens, sizes
 from transferry.export.oracle.oracle import Oracle
-from transferry.export.recipes import RECIPES
 from transferry.export.rewrite.linear_int4 import ACCURACY_LEVEL
 from transferry.export.rewrite.weight_blocks import BLOCK, WIDE, block_weights, blocks
-from transferry.runtime.ort.open_model import open_model
-from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.precision import Precision
 from transferry.runtime.proof.compare import Tolerance
 from transferry.runtime.tokenizer.byte_pair import SOURCES
@@ -94,8 +89,7 @@ def test_bytes_are_in_onnxruntimes_order(inputs: int, bits: int) -> None:
 def test_a_model_is_what_torch_rounding_alike_computes(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Transformer(config_of(*MODELS[name])).eval()
-    bundle = written(tmp_path, model, INT4, make(model, RECIPES[INT4], traces=TRACES))
-    decoder = open_model(bundle, bundle.variant(INT4), SessionOptions())
+    decoder = opened(written(tmp_path, model, INT4, graphs_of(model, INT4)))
     oracle = Oracle.of(model, SOURCES, Tolerance.of("int4"), precision=Precision.of("int4"))
     found = compare_cases(oracle, decoder, [*single_tokens(model.config), *sizes(model.config)])
     assert not [item for item in found if item.fault]

@@ -6,19 +6,16 @@ import numpy as np
 import onnx
 import pytest
 
+from tests.export.conftest import exported, opened, verified
 from tests.export.faults.bundles import bundle_test
-from tests.traced import TRACES
-from transferry.build_model.checkpoint import Checkpoint
-from transferry.export.bundle import Contents, export_bundle
+from transferry.build_model.checkpoint import Checkpoint, load_checkpoint, load_samples
+from transferry.export.bundle import Contents
 from transferry.export.faults.self_test import self_test
 from transferry.export.rewrite.weight_int8 import quantised
 from transferry.export.rewrite.weight_only import store_in_int8
-from transferry.export.verify import Request, verify_against
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.errors import ParityError
-from transferry.runtime.ort.open_model import open_model
-from transferry.runtime.ort.session import SessionOptions
 
 NAME = "portable-int8"
 
@@ -61,8 +58,7 @@ def test_integers_are_finer_without_the_limit_on_neighbours() -> None:
 def test_the_variant_passes_and_its_faults_are_caught(
     small: Bundle, checkpoint: Checkpoint, texts: list[str], sources: list[list[int]]
 ) -> None:
-    model = open_model(small, small.variant(NAME), SessionOptions())
-    report = verify_against(checkpoint, small, model, Request(texts), traces=TRACES)
+    report = verified(checkpoint, small, texts, NAME)
     assert report.passed, report.faults
     assert {item.search for item in report.decisions} >= {"greedy", "beam 4"}
     # Nothing is rounded but weights, so no difference is tolerated.
@@ -85,9 +81,7 @@ def test_other_weights_than_the_runs_are_refused(
 
     monkeypatch.setattr("transferry.export.rewrite.weight_only.store_in_int8", coarser)
     with pytest.raises(ParityError):
-        export_bundle(
-            checkpoint, tmp_path / "bundle", Contents(texts=texts, variants=[NAME]), traces=TRACES
-        )
+        exported(checkpoint, tmp_path / "bundle", Contents(texts, [NAME]))
     assert not (tmp_path / "bundle").exists()
 
 
@@ -95,15 +89,9 @@ def test_other_weights_than_the_runs_are_refused(
 def test_every_architecture_has_it(
     fixture: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    from transferry.build_model.checkpoint import load_checkpoint, load_samples
-
     folder = request.getfixturevalue(fixture)
-    bundle = export_bundle(
-        load_checkpoint(folder),
-        tmp_path / "bundle",
-        Contents(texts=load_samples(folder), variants=[NAME]),
-        traces=TRACES,
-    )
+    contents = Contents(load_samples(folder), [NAME])
+    bundle = exported(load_checkpoint(folder), tmp_path / "bundle", contents)
     assert bundle.variant(NAME).precision == "int8-weights"
 
 
@@ -118,7 +106,5 @@ def test_it_is_served_only_if_named(small: Bundle) -> None:
 
 def test_the_graph_converts_each_matrix_once(small: Bundle) -> None:
     """Else every step would convert them all."""
-    model = open_model(small, small.variant(NAME), SessionOptions())
-    plain = open_model(small, small.variant("portable"), SessionOptions())
-    nodes = [each.describe()["nodes"] for each in (model, plain)]
+    nodes = [opened(small, name).describe()["nodes"] for name in (NAME, "portable")]
     assert nodes[0] == nodes[1]
