@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,11 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from tests.commands import call
-from tests.export.subject.graphs import decoder_with_past, linear_layer, masked_model, saved
+from tests.export.subject.graphs import decoder_with_past, masked_model, saved
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint, load_samples
 from transferry.export.audit import Audit, Planting, audit, tolerance_of
 from transferry.export.faults.foreign_faults import FAULTS
@@ -79,6 +79,16 @@ def test_a_masked_model_passes(reader: Path, reader_run_folder: Path) -> None:
     assert decided.search == "fill-mask"
 
 
+def spoiled(graphs: Path, kind: str, folder: Path) -> Path:
+    """A copy of the graphs with one fault."""
+    shutil.copytree(graphs, folder)
+    layout = read_layout(folder)
+    model = ir.load(layout.decoder.path)
+    assert FAULTS[kind](model, layout.decoder)
+    saved(model, layout.decoder.path)
+    return folder
+
+
 @pytest.mark.parametrize(
     ("kind", "found"),
     [
@@ -95,22 +105,13 @@ def test_a_masked_model_passes(reader: Path, reader_run_folder: Path) -> None:
 def test_a_fault_is_found(
     kind: str, found: str, writer: Path, writer_run_folder: Path, tmp_path: Path
 ) -> None:
-    shutil.copytree(writer, tmp_path / "graphs")
-    layout = read_layout(tmp_path / "graphs")
-    model = ir.load(layout.decoder.path)
-    assert FAULTS[kind](model, layout.decoder)
-    saved(model, layout.decoder.path)
-    report = audited(tmp_path / "graphs", writer_run_folder)
+    report = audited(spoiled(writer, kind, tmp_path / "graphs"), writer_run_folder)
     assert any(re.search(found, fault) for fault in report.faults), report.faults[:5]
 
 
 def test_a_dropped_mask_is_found(reader: Path, reader_run_folder: Path, tmp_path: Path) -> None:
-    shutil.copytree(reader, tmp_path / "graphs")
-    layout = read_layout(tmp_path / "graphs")
-    model = ir.load(layout.decoder.path)
-    assert FAULTS["padding mask dropped"](model, layout.decoder)
-    saved(model, layout.decoder.path)
-    report = audited(tmp_path / "graphs", reader_run_folder, plant=True)
+    folder = spoiled(reader, "padding mask dropped", tmp_path / "graphs")
+    report = audited(folder, reader_run_folder, plant=True)
     assert any("alone and in batches padded right" in fault for fault in report.faults)
     assert report.settings["planted faults"] == "none, since the graphs fail as they are"
     assert not report.self_test
@@ -130,12 +131,6 @@ def test_a_size_that_breaks_is_found(reader: Path, reader_run_folder: Path, tmp_
     assert any(fault.startswith("batch 1") for fault in broken)
     assert any(fault.startswith("batch 7") for fault in broken)
     assert not any(fault.startswith("batch 2,") for fault in broken)
-
-
-def test_graphs_of_another_architecture_are_refused(run_folder: Path, writer: Path) -> None:
-    done = call("audit", writer, "--reference", run_folder)
-    assert done.exit_code == 3
-    assert "the folder holds one graph without an encoder" in done.stderr
 
 
 def test_the_self_test_tells_what_a_tolerance_would_have_missed(
@@ -172,30 +167,6 @@ def test_faults_that_the_checks_miss_are_told(
     assert not report.passed
     harmless = {item.kind for item in report.self_test if not item.changes_answer}
     assert harmless == {"another declared shape"}
-
-
-def test_names_of_a_toml_file(writer: Path, writer_run_folder: Path, tmp_path: Path) -> None:
-    model = ir.load(writer / "model.onnx")
-    for value in (*model.graph.inputs, *model.graph.outputs):
-        value.name = f"x.{value.name}"
-    saved(model, tmp_path / "x.onnx")
-    graph = read_layout(writer).decoder
-    names = tmp_path / "names.toml"
-    names.write_text(
-        '[inputs]\ntokens = "x.input_ids"\nmask = "x.attention_mask"\n'
-        f"past = {json.dumps([f'x.{name}' for name in graph.past])}\n"
-        '[outputs]\nlogits = "x.logits"\n'
-        f"present = {json.dumps([f'x.{name}' for name in graph.past.values()])}\n"
-    )
-    layout = read_layout(tmp_path / "x.onnx", names)
-    assert layout.decoder.inputs["tokens"] == "x.input_ids"
-    checkpoint = load_checkpoint(writer_run_folder)
-    subject = ForeignFolder(layout, SessionOptions(), checkpoint, ["right"])
-    report = audit(tmp_path, subject, ["a"])
-    assert report.faults == []
-    refused = call("audit", tmp_path / "x.onnx", "--reference", writer_run_folder)
-    assert refused.exit_code == 3
-    assert "say it with --names" in refused.stderr
 
 
 def test_the_precision_is_read_from_the_operators(tmp_path: Path) -> None:
@@ -250,7 +221,7 @@ def _write(path: Path, nodes: list[onnx.NodeProto], **weights: np.ndarray) -> No
     onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=10), path)
 
 
-FUNCTION = """
+FUNCTIONS = """
 import torch
 
 def audited():
@@ -277,52 +248,80 @@ def leaving():
 def of_gradients():
     torch.manual_seed(0)
     return Linear(), {"x": torch.randn(5, 4).bfloat16().requires_grad_()}
+
+def rowless():
+    return Linear(), {"x": torch.randn(0, 4)}
 """
 
 
-@pytest.fixture
-def linear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], Path]:
-    """A graph written by hand, and the module beside it."""
-    name = f"audited_{tmp_path.name}".replace("-", "_")
-    (tmp_path / f"{name}.py").write_text(FUNCTION)
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture(scope="session")
+def examples(
+    writer: Path,
+    writer_run_folder: Path,
+    run_folder: Path,
+    reader_run_folder: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    """A folder of graphs, checkpoints, functions and mistakes, named as in the command line."""
+    folder = tmp_path_factory.mktemp("examples")
+    links = {"graphs": writer, "graph.onnx": writer / "model.onnx", "run": writer_run_folder}
+    for name, target in {**links, "both": run_folder, "reader": reader_run_folder}.items():
+        (folder / name).symlink_to(target)
+    for name in ("empty", "ct2", "whole"):
+        (folder / name).mkdir()
+    (folder / "ct2" / "model.bin").touch()
+    (folder / "text.onnx").write_text("no graph")
+    (folder / "list.toml").write_text('inputs = ["input_ids"]')
+    (folder / "table.toml").write_text('[cache]\npast = "k0"')
+    (folder / "several.toml").write_text('[inputs]\ntokens = ["input_ids"]')
+    model = ir.load(writer / "model.onnx")
+    both = ir.Value(name="decoder_input_ids", type=ir.TensorType(ir.DataType.INT64))
+    model.graph.inputs.append(both)
+    saved(model, folder / "whole" / "model.onnx")
+    model.graph.inputs.remove(both)
+    for value in (*model.graph.inputs, *model.graph.outputs):
+        value.name = f"x.{value.name}"
+    saved(model, folder / "x.onnx")
+    past = read_layout(writer).decoder.past
+    (folder / "names.toml").write_text(
+        '[inputs]\ntokens = "x.input_ids"\nmask = "x.attention_mask"\n'
+        f"past = {json.dumps([f'x.{name}' for name in past])}\n"
+        '[outputs]\nlogits = "x.logits"\n'
+        f"present = {json.dumps([f'x.{name}' for name in past.values()])}\n"
+    )
+    (folder / "audited_functions.py").write_text(FUNCTIONS)
+    torch.manual_seed(0)
+    inner = torch.nn.Linear(4, 3)
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["product"]),
+        helper.make_node("Add", ["product", "b"], ["y"]),
+    ]
+    weight, bias = (each.detach().numpy() for each in (inner.weight, inner.bias))
+    for name, scale in (("m.onnx", 1.0), ("off.onnx", 1.0001)):
+        _write(folder / name, nodes, w=weight.T * np.float32(scale), b=bias)
+    return folder
 
-    def make(scale: float) -> Path:
-        import torch
 
-        torch.manual_seed(0)
-        inner = torch.nn.Linear(4, 3)
-        nodes = [
-            helper.make_node("MatMul", ["x", "w"], ["product"]),
-            helper.make_node("Add", ["product", "b"], ["y"]),
-        ]
-        weight = inner.weight.detach().numpy().T * np.float32(scale)
-        _write(tmp_path / "m.onnx", nodes, w=weight.copy(), b=inner.bias.detach().numpy())
-        return Path(name)
-
-    return make
+@pytest.mark.parametrize(
+    ("graph", "function", "code"),
+    [("m", "audited", 0), ("m", "of_gradients", 0), ("off", "audited", 4)],
+)
+def test_a_function_is_the_reference(
+    graph: str, function: str, code: int, examples: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(examples)
+    found = call("audit", f"{graph}.onnx", "--reference", f"audited_functions:{function}")
+    assert found.exit_code == code
+    assert ("exceeds the budget" in " ".join(found.stdout.split())) == (code == 4)
 
 
-def test_a_function_is_the_reference(linear: Callable[[float], Path]) -> None:
-    name = linear(1.0)
-    for function in ("audited", "of_gradients"):
-        assert call("audit", "m.onnx", "--reference", f"{name}:{function}").exit_code == 0
-    linear(1.0001)
-    found = call("audit", "m.onnx", "--reference", f"{name}:audited")
-    assert found.exit_code == 4
-    assert "exceeds the budget" in " ".join(found.stdout.split())
-    for function, message in (
-        ("wrong", "to return a torch module and its inputs"),
-        ("failing", "failed: no weights"),
-        ("leaving", "failed: left early"),
-        ("absent", "has no function 'absent'"),
-    ):
-        refused = call("audit", "m.onnx", "--reference", f"{name}:{function}")
-        assert refused.exit_code == 2
-        assert message in refused.stderr
-    refused = call("audit", "m.onnx", "--reference", "no_such_module:f")
-    assert refused.exit_code == 2
-    assert "importing no_such_module failed" in refused.stderr
+def test_names_of_a_toml_file(examples: Path, writer_run_folder: Path) -> None:
+    layout = read_layout(examples / "x.onnx", examples / "names.toml")
+    assert layout.decoder.inputs["tokens"] == "x.input_ids"
+    checkpoint = load_checkpoint(writer_run_folder)
+    subject = ForeignFolder(layout, SessionOptions(), checkpoint, ["right"])
+    report = audit(examples, subject, ["a"])
+    assert report.faults == []
 
 
 @pytest.mark.parametrize(
@@ -340,34 +339,29 @@ def test_a_function_is_the_reference(linear: Callable[[float], Path]) -> None:
         ("graph.onnx --reference run --names list.toml", 3, "list.toml: Expected `object`"),
         ("graph.onnx --reference run --names table.toml", 3, "expected the tables inputs, outputs"),
         ("graph.onnx --reference run --names several.toml", 3, "expected one name for tokens"),
+        ("x.onnx --reference run", 3, "say it with --names"),
+        ("graphs --reference both", 3, "the folder holds one graph without an encoder"),
+        ("graphs --reference reader", 3, "reads past_key_values.0.key and "),
+        ("graphs --reference reader", 3, "more, for which the reference has nothing"),
+        ("whole --reference both", 3, "reads input_ids and decoder_input_ids"),
+        ("m.onnx --reference audited_functions:wrong", 2, "return a torch module and its inputs"),
+        ("m.onnx --reference audited_functions:failing", 2, "failed: no weights"),
+        ("m.onnx --reference audited_functions:leaving", 2, "failed: left early"),
+        ("m.onnx --reference audited_functions:absent", 2, "has no function 'absent'"),
+        ("m.onnx --reference audited_functions:rowless", 3, "return inputs of at least one row"),
+        ("m.onnx --reference no_such_module:f", 2, "importing no_such_module failed"),
     ],
 )
 def test_mistakes_are_told(
-    arguments: str,
-    code: int,
-    message: str,
-    writer: Path,
-    writer_run_folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    arguments: str, code: int, message: str, examples: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "ct2").mkdir()
-    (tmp_path / "ct2" / "model.bin").touch()
-    (tmp_path / "graphs").symlink_to(writer)
-    (tmp_path / "run").symlink_to(writer_run_folder)
-    (tmp_path / "text.onnx").write_text("no graph")
-    (tmp_path / "graph.onnx").symlink_to(writer / "model.onnx")
-    (tmp_path / "list.toml").write_text('inputs = ["input_ids"]')
-    (tmp_path / "table.toml").write_text('[cache]\npast = "k0"')
-    (tmp_path / "several.toml").write_text('[inputs]\ntokens = ["input_ids"]')
+    monkeypatch.chdir(examples)
     refused = call("audit", *arguments.split())
     assert refused.exit_code == code
     assert message in refused.stderr
 
 
-def test_names_that_a_graph_lacks_are_told(writer: Path, tmp_path: Path) -> None:
+def test_names_that_a_graph_lacks_are_told(writer: Path) -> None:
     graph = GraphFile(writer / "model.onnx", {}, {})
     with pytest.raises(Exception, match="has no input 'ids'"):
         graph.of_names({"inputs": {"tokens": "ids"}})
@@ -396,29 +390,3 @@ def test_random_cases_are_padded_on_the_side_that_is_named(
     """The graph reads padding on the right alone."""
     report = audited(writer, writer_run_folder, ("left",))
     assert any(fault.startswith("batch 7, source") for fault in report.faults), report.faults
-
-
-def test_graphs_of_another_kind_are_refused(
-    writer: Path, reader_run_folder: Path, run_folder: Path, tmp_path: Path
-) -> None:
-    done = call("audit", writer, "--reference", reader_run_folder)
-    assert done.exit_code == 3
-    assert "reads past_key_values.0.key and " in done.stderr
-    assert "more, for which the reference has nothing" in done.stderr
-    model = ir.load(writer / "model.onnx")
-    whole = ir.Value(name="decoder_input_ids", type=ir.TensorType(ir.DataType.INT64))
-    model.graph.inputs.append(whole)
-    saved(model, tmp_path / "model.onnx")
-    done = call("audit", tmp_path, "--reference", run_folder)
-    assert done.exit_code == 3
-    assert "reads input_ids and decoder_input_ids" in done.stderr
-
-
-def test_inputs_without_rows_prove_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    linear_layer(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    source = Path("linear.py").read_text().replace("torch.arange(20.0)", "torch.ones(0)")
-    Path("rowless.py").write_text(source.replace("reshape(5, 4)", "reshape(0, 4)"))
-    done = call("audit", "linear.onnx", "--reference", "rowless:audited")
-    assert done.exit_code == 3
-    assert "return inputs of at least one row" in done.stderr

@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,10 @@ import onnx
 import onnx_ir as ir
 import pytest
 
-from tests.traced import TRACES
+from tests.export.conftest import exported
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.export import bundle as export
-from transferry.export.bundle import Contents, export_bundle
+from transferry.export.bundle import Contents
 from transferry.export.make import make
 from transferry.export.prove import check_bundle, check_graphs
 from transferry.export.trace.graph import Graph
@@ -30,7 +29,7 @@ from transferry.runtime.proof.compare import Tolerance
 from transferry.runtime.proof.recorded import Reference
 
 
-def contents(folder: Path) -> dict[str, bytes]:
+def files_of(folder: Path) -> dict[str, bytes]:
     """Every file below a folder, hidden ones too."""
     return {
         path.relative_to(folder).as_posix(): path.read_bytes()
@@ -91,7 +90,7 @@ bundle.export_bundle(load_checkpoint(run), out, bundle.Contents(load_samples(run
         check=True,
         capture_output=True,
     )
-    assert contents(out) == contents(bundle_folder)
+    assert files_of(out) == files_of(bundle_folder)
 
 
 def test_manifest_describes_the_checkpoint(bundle: Bundle, checkpoint: Checkpoint) -> None:
@@ -151,41 +150,39 @@ def test_invalid_graph_is_found(
         check_graphs(bundle, bundle.variant())
 
 
+@pytest.fixture
+def old(bundle_folder: Path, tmp_path: Path) -> Path:
+    """An existing bundle at the target."""
+    return Path(shutil.copytree(bundle_folder, tmp_path / "old" / "bundle"))
+
+
 @pytest.mark.usefixtures("short")
 class TestPlace:
     """Target folders of an export, new and existing."""
 
     def test_folders_on_the_way_are_made(self, checkpoint: Checkpoint, tmp_path: Path) -> None:
         out = tmp_path / "some" / "where"
-        bundle = export_bundle(checkpoint, out, traces=TRACES)
-        assert bundle.folder == out
+        assert exported(checkpoint, out).folder == out
         assert [path.name for path in out.parent.iterdir()] == ["where"]
 
-    def test_existing_bundle_is_refused(
-        self, checkpoint: Checkpoint, bundle_folder: Path, tmp_path: Path
+    def test_existing_bundle_is_replaced_with_force_alone(
+        self, checkpoint: Checkpoint, bundle_folder: Path, texts: list[str], old: Path
     ) -> None:
-        out = Path(shutil.copytree(bundle_folder, tmp_path / "bundle"))
+        contents = Contents(texts[:2])
         with pytest.raises(UsageError, match="--force"):
-            export_bundle(checkpoint, out, traces=TRACES)
-        assert contents(tmp_path / "bundle") == contents(bundle_folder)
-
-    def test_existing_bundle_is_replaced_with_force(
-        self, checkpoint: Checkpoint, bundle_folder: Path, texts: list[str], tmp_path: Path
-    ) -> None:
-        out = Path(shutil.copytree(bundle_folder, tmp_path / "bundle"))
-        note = out / "of somebody else"
+            exported(checkpoint, old, contents)
+        assert files_of(old) == files_of(bundle_folder)
+        note = old / "of somebody else"
         note.touch()
         with pytest.raises(UsageError, match="holds of somebody else, which transferry did not"):
-            export_bundle(checkpoint, out, Contents(texts=texts[:2]), force=True, traces=TRACES)
+            exported(checkpoint, old, contents, force=True)
         note.unlink()
-        (out / "certificates").mkdir()
-        (out / "certificates" / "of the old bundle.json").touch()
-        bundle = export_bundle(
-            checkpoint, out, Contents(texts=texts[:2]), force=True, traces=TRACES
-        )
-        assert len(Reference.load(out / REFERENCE).sources) == 2
-        assert contents(out).keys() == {*bundle.manifest.files, MANIFEST}
-        assert list(tmp_path.iterdir()) == [out]
+        (old / "certificates").mkdir()
+        (old / "certificates" / "of the old bundle.json").touch()
+        bundle = exported(checkpoint, old, contents, force=True)
+        assert len(Reference.load(old / REFERENCE).sources) == 2
+        assert files_of(old).keys() == {*bundle.manifest.files, MANIFEST}
+        assert list(old.parent.iterdir()) == [old]
 
     @pytest.mark.parametrize("force", [False, True])
     def test_what_is_no_bundle_is_never_replaced(
@@ -195,17 +192,15 @@ class TestPlace:
         folder.mkdir()
         (folder / "thesis.txt").write_text("years of work")
         file.write_text("months of work")
-        before = contents(tmp_path)
-        for out in (folder, file):
-            with pytest.raises(UsageError, match=f"{out} exists"):
-                export_bundle(checkpoint, out, force=force, traces=TRACES)
-        assert contents(tmp_path) == before
-
-    def test_place_that_cannot_be_written(self, checkpoint: Checkpoint, tmp_path: Path) -> None:
-        (tmp_path / "file").touch()
-        with pytest.raises(InputError, match="cannot be written"):
-            export_bundle(checkpoint, tmp_path / "file" / "bundle", traces=TRACES)
-        assert list(tmp_path.iterdir()) == [tmp_path / "file"]
+        before = files_of(tmp_path)
+        for out, error, message in (
+            (folder, UsageError, f"{folder} exists"),
+            (file, UsageError, f"{file} exists"),
+            (file / "bundle", InputError, "cannot be written"),
+        ):
+            with pytest.raises(error, match=message):
+                exported(checkpoint, out, force=force)
+        assert files_of(tmp_path) == before
 
 
 @pytest.mark.usefixtures("short")
@@ -213,37 +208,23 @@ def test_texts_that_do_not_fit_are_not_recorded(
     checkpoint: Checkpoint, texts: list[str], sources: list[list[int]], tmp_path: Path
 ) -> None:
     """Without a fitting sentence, random sources are recorded."""
-    too_long = " ".join(texts)
-    bundle = export_bundle(
-        checkpoint, tmp_path / "one", Contents(texts=["", too_long, texts[0]]), traces=TRACES
-    )
+    unfit = ["", " ".join(texts)]
+    bundle = exported(checkpoint, tmp_path / "one", Contents([*unfit, texts[0]]))
     assert Reference.load(bundle.folder / REFERENCE).sources == sources[:1]
-    bundle = export_bundle(
-        checkpoint, tmp_path / "none", Contents(texts=["", too_long]), traces=TRACES
-    )
+    bundle = exported(checkpoint, tmp_path / "none", Contents(unfit))
     assert len(Reference.load(bundle.folder / REFERENCE).sources) == 8
 
 
-STAGES = ("write_graphs", "prove", "replace_folder")
+STAGES = ("write_graphs", "prove", "replace_folder", "rename")
 FULL = OSError(errno.ENOSPC, "No space left on device")
-errors = pytest.mark.parametrize(
-    ("error", "becomes"),
-    [(KeyboardInterrupt(), KeyboardInterrupt), (FULL, InputError)],
-    ids=["interrupted", "disk full"],
-)
 
 
-@pytest.fixture
-def old(bundle_folder: Path, tmp_path: Path) -> Path:
-    """An existing bundle at the target."""
-    return Path(shutil.copytree(bundle_folder, tmp_path / "old" / "bundle"))
-
-
-def require_untouched(tmp_path: Path, old: Path, bundle_folder: Path) -> None:
+def require_untouched(old: Path, bundle_folder: Path) -> None:
+    """The old bundle is whole, and nothing stands beside it or at the new place."""
     assert list(old.parent.iterdir()) == [old]
-    assert contents(old) == contents(bundle_folder)
+    assert files_of(old) == files_of(bundle_folder)
     Bundle.load(old)
-    new = tmp_path / "new"
+    new = old.parents[1] / "new"
     assert not new.exists() or not list(new.iterdir())
 
 
@@ -251,60 +232,47 @@ def require_untouched(tmp_path: Path, old: Path, bundle_folder: Path) -> None:
 def test_failed_check_leaves_nothing(
     checkpoint: Checkpoint, bundle_folder: Path, tmp_path: Path, old: Path, texts: list[str]
 ) -> None:
-    with pytest.raises(ParityError, match="does not answer as torch does"):
-        export_bundle(checkpoint, tmp_path / "new" / "bundle", Contents(texts=texts), traces=TRACES)
-    with pytest.raises(ParityError, match="does not answer as torch does"):
-        export_bundle(checkpoint, old, Contents(texts=texts), force=True, traces=TRACES)
-    require_untouched(tmp_path, old, bundle_folder)
+    for out in (tmp_path / "new" / "bundle", old):
+        with pytest.raises(ParityError, match="does not answer as torch does"):
+            exported(checkpoint, out, Contents(texts), force=True)
+    require_untouched(old, bundle_folder)
 
 
 @pytest.mark.usefixtures("short")
 @pytest.mark.parametrize("stage", STAGES)
-@errors
+@pytest.mark.parametrize(
+    ("error", "becomes"),
+    [(KeyboardInterrupt(), KeyboardInterrupt), (FULL, InputError)],
+    ids=["interrupted", "disk full"],
+)
 def test_interruption_leaves_nothing(
     checkpoint: Checkpoint,
     bundle_folder: Path,
-    tmp_path: Path,
     old: Path,
     stage: str,
     error: BaseException,
     becomes: type[BaseException],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    exported = partial(export_bundle, checkpoint, traces=TRACES)
-    if stage == "prove":
-        exported = partial(exported, prove=raising(error))
-    else:
-        monkeypatch.setattr(export, stage, raising(error))
-    with pytest.raises(becomes):
-        exported(tmp_path / "new" / "bundle")
-    with pytest.raises(becomes):
-        exported(old, force=True)
-    require_untouched(tmp_path, old, bundle_folder)
-
-
-@pytest.mark.usefixtures("short")
-@errors
-def test_interrupted_replacement_puts_the_old_bundle_back(
-    checkpoint: Checkpoint,
-    bundle_folder: Path,
-    tmp_path: Path,
-    old: Path,
-    error: BaseException,
-    becomes: type[BaseException],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    """While the old bundle is replaced, too: it is put back."""
     rename = Path.rename
+    options: dict[str, Any] = {}
 
     def fails_for_the_new(path: Path, target: Path) -> Path:
         if path.suffix == ".part":
             raise error
         return rename(path, target)
 
-    monkeypatch.setattr(Path, "rename", fails_for_the_new)
-    with pytest.raises(becomes):
-        export_bundle(checkpoint, old, force=True, traces=TRACES)
-    require_untouched(tmp_path, old, bundle_folder)
+    if stage == "prove":
+        options["prove"] = raising(error)
+    elif stage == "rename":
+        monkeypatch.setattr(Path, "rename", fails_for_the_new)
+    else:
+        monkeypatch.setattr(export, stage, raising(error))
+    for out in (old.parents[1] / "new" / "bundle", old):
+        with pytest.raises(becomes):
+            exported(checkpoint, out, force=out == old, **options)
+    require_untouched(old, bundle_folder)
 
 
 @pytest.mark.usefixtures("short")
@@ -321,38 +289,29 @@ def test_former_bundle_that_cannot_be_removed_is_named(
 
     monkeypatch.setattr(shutil, "rmtree", refuses_the_old)
     with pytest.raises(InputError, match=r"is replaced, but .* delete .*\.old$"):
-        export_bundle(checkpoint, old, force=True, traces=TRACES)
+        exported(checkpoint, old, force=True)
     Bundle.load(old)
 
 
 @pytest.mark.usefixtures("short")
-def test_manifest_is_written_last(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    """A process that is killed while verifying leaves a folder that cannot be loaded."""
+def test_stages_are_told_and_the_manifest_is_written_last(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    """A process that is killed while verifying leaves a folder that cannot be loaded.
+
+    A variant that is named twice is made once.
+    """
     seen: list[Path] = []
+    said: list[str] = []
 
     def look(checkpoint: Checkpoint, bundle: Bundle, *others: object) -> None:
         seen.append(bundle.folder)
         with pytest.raises(InputError, match=MANIFEST):
             Bundle.load(bundle.folder)
 
-    export_bundle(checkpoint, tmp_path / "bundle", traces=TRACES, prove=look)
+    contents = Contents(variants=["portable"])
+    exported(checkpoint, tmp_path / "bundle", contents, prove=look, say=said.append)
     assert [path.parent for path in seen] == [tmp_path]
     assert seen[0].name.startswith(".")
-
-
-@pytest.mark.usefixtures("short")
-def test_stages_are_told(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    """A variant that is named twice is made once."""
-    said: list[str] = []
-    export_bundle(
-        checkpoint,
-        tmp_path / "bundle",
-        Contents(variants=["portable"]),
-        say=said.append,
-        traces=TRACES,
-    )
-    assert said == [
-        "exporting variant portable",
-        "recording reference answers of torch",
-        "verifying",
-    ]
+    told = ["exporting variant portable", "recording reference answers of torch", "verifying"]
+    assert said == told

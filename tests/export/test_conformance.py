@@ -11,13 +11,12 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from tests.export.conftest import unproven
-from tests.traced import TRACES
+from tests.export.conftest import exported, opened, unproven
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.build_model.train.corpus import builtin_pairs
 from transferry.export.blame.backends import ReferenceBackend
 from transferry.export.blame.plain_decoder import PlainDecoder
-from transferry.export.bundle import Contents, export_bundle
+from transferry.export.bundle import Contents
 from transferry.export.torch_model import TorchDecoder
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.decoding.decoder import ObservableDecoder, StepOutput
@@ -28,8 +27,6 @@ from transferry.runtime.decoding.search import pad_sources, search, search_strea
 from transferry.runtime.decoding.shared_prompts import shared_prompts
 from transferry.runtime.decoding.strategy import Request
 from transferry.runtime.ort.encoder import EncoderModel
-from transferry.runtime.ort.open_model import open_model
-from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.proof.compare import relative_error
 from transferry.runtime.tokenizer.special_tokens import SpecialTokens
 
@@ -70,8 +67,7 @@ def writer_variants(calm_writer: Checkpoint, tmp_path_factory: pytest.TempPathFa
     lines = [pair.source for pair in builtin_pairs(300, seed=1)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("transferry.export.rewrite.lm_head.SMALLEST_VOCABULARY", 1)
-        contents = Contents(texts=lines[:8], variants=names, calibrate=lines)
-        return export_bundle(calm_writer, folder, contents, traces=TRACES, prove=unproven)
+        return exported(calm_writer, folder, Contents(lines[:8], names, lines), prove=unproven)
 
 
 @pytest.fixture(scope="module", params=["encoder-decoder", "decoder-only", "recurrent"])
@@ -102,9 +98,9 @@ def subject(architecture: str, request: pytest.FixtureRequest) -> Subject:
     elif name == "plain":
         decoder = PlainDecoder(bundle.variant(), ReferenceBackend(bundle, bundle.variant()))
     else:
-        opened = open_model(bundle, bundle.variant(name), SessionOptions())
-        assert not isinstance(opened, EncoderModel)
-        decoder = opened
+        served = opened(bundle, name)
+        assert not isinstance(served, EncoderModel)
+        decoder = served
     return Subject(decoder, TorchDecoder.oracle(checkpoint.model), ERRORS[name])
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.traced import TRACES
+from tests.export.conftest import opened, verified
 from transferry import Engine
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.build_model.model.config import ModelConfig
@@ -19,12 +19,9 @@ from transferry.export.oracle.cases import random_case
 from transferry.export.oracle.oracle import Oracle
 from transferry.export.rewrite.calibration import Calibration
 from transferry.export.subject.bundle_copy import BundleCopy, add, constant, replace
-from transferry.export.verify import Request, verify_against
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.specs import CacheSpec
 from transferry.runtime.errors import UsageError
-from transferry.runtime.ort.open_model import open_model
-from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.precision import Precision
 from transferry.runtime.proof.compare import Tolerance
 from transferry.runtime.proof.views import report_text
@@ -50,10 +47,6 @@ def side(request: pytest.FixtureRequest, variant: str) -> tuple[Checkpoint, Bund
         request.getfixturevalue(f"{calm}recurrent"),
         request.getfixturevalue(f"{calm}recurrent_variants"),
     )
-
-
-def opened(bundle: Bundle, variant: str) -> Any:
-    return open_model(bundle, bundle.variant(variant), SessionOptions())
 
 
 def test_the_cell_is_the_papers_formula() -> None:
@@ -114,9 +107,7 @@ def test_every_variant_is_torchs_model(
     request: pytest.FixtureRequest, texts: list[str], variant: str
 ) -> None:
     checkpoint, bundle = side(request, variant)
-    report = verify_against(
-        checkpoint, bundle, opened(bundle, variant), Request(texts[:4]), traces=TRACES
-    )
+    report = verified(checkpoint, bundle, texts[:4], variant)
     assert report.passed, report_text(report)
     if variant in ("portable", "cpu-fp32"):
         assert [item.identical for item in report.decisions][:2] == [4, 4]
@@ -182,22 +173,20 @@ def test_answers_are_torchs(
         found = [result.hypotheses[0].tokens for result in results]
     for text, tokens in zip(texts, found, strict=True):
         source = torch.tensor([special.wrap(recurrent.tokenizer.encode(text))])
-        wanted = greedy(
-            recurrent.model,
-            source,
-            source >= 0,
-            bos_id=special.bos_id,
-            eos_id=special.eos_id,
-            max_length=12,
-            use_cache=False,
-        )
-        assert list(tokens) == wanted[0]
+        ids: dict[str, Any] = dict(bos_id=special.bos_id, eos_id=special.eos_id)
+        given = recurrent.model, source, source >= 0
+        assert list(tokens) == greedy(*given, **ids, max_length=12, use_cache=False)[0]
+
+
+def stepped(bundle: Bundle, variant: str) -> tuple[Any, Any]:
+    """A decoder, and its state of three rows after a step."""
+    decoder: Any = opened(bundle, variant)
+    source, mask = np.arange(4, 16).reshape(3, 4), np.ones((3, 4), np.bool_)
+    return decoder, decoder.step(np.array([[1], [5], [9]]), decoder.start(source, mask))[1]
 
 
 def test_rows_of_the_state_are_selected(recurrent_variants: Bundle) -> None:
-    decoder = opened(recurrent_variants, "portable")
-    source, mask = np.arange(4, 16).reshape(3, 4), np.ones((3, 4), np.bool_)
-    _, state = decoder.step(np.array([[1], [5], [9]]), decoder.start(source, mask))
+    decoder, state = stepped(recurrent_variants, "portable")
     chosen = np.array([2, 0, 2])
     before, after = decoder.tensors(state), decoder.tensors(decoder.select(state, chosen))
     for name in ("past.0.cell", "past.1.cell", "cross.0.keys"):
@@ -205,9 +194,7 @@ def test_rows_of_the_state_are_selected(recurrent_variants: Bundle) -> None:
 
 
 def test_a_selection_moves_no_state(recurrent_variants: Bundle) -> None:
-    decoder = opened(recurrent_variants, "cpu-fp32")
-    source, mask = np.arange(4, 16).reshape(3, 4), np.ones((3, 4), np.bool_)
-    _, state = decoder.step(np.array([[1], [5], [9]]), decoder.start(source, mask))
+    decoder, state = stepped(recurrent_variants, "cpu-fp32")
     for rows in ([0, 0, 1, 1, 2, 2], [1, 0, 3, 3, 4, 5], [4, 5, 2, 3]):
         selected = decoder.select(state, np.array(rows))
         assert selected.past is state.past

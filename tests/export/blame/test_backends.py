@@ -117,30 +117,30 @@ def test_gives_the_same_bits_twice(kind: type[Backend], bundle: Bundle) -> None:
         np.testing.assert_array_equal(left, right)
 
 
-def test_without_openvino_says_how_to_get_it(
-    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (OpenVinoBackend, r'pip install .*\[openvino\]"'),
+        (NodeBackend, "no `node` on the PATH; install Node"),
+        pytest.param(
+            *(NodeBackend, "`npm install onnxruntime-web`"), marks=pytest.mark.optional("node")
+        ),
+    ],
+)
+def test_an_absent_runtime_says_how_to_get_it(
+    kind: type[Backend],
+    message: str,
+    bundle: Bundle,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     monkeypatch.setitem(sys.modules, "openvino", None)
-    with pytest.raises(ProviderError, match=r'pip install .*\[openvino\]"'):
-        OpenVinoBackend(bundle, bundle.variant())
-
-
-def test_without_node_says_how_to_get_it(
-    bundle: Bundle, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ProviderError, match="no `node` on the PATH; install Node"):
-        NodeBackend(bundle, bundle.variant())
-
-
-@pytest.mark.optional("node")
-def test_without_the_npm_package_says_how_to_get_it(
-    bundle: Bundle, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.delenv("NODE_PATH", raising=False)
+    if "PATH" in message:
+        monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("NODE_PATH")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ProviderError, match="`npm install onnxruntime-web`"):
-        NodeBackend(bundle, bundle.variant())
+    with pytest.raises(ProviderError, match=message):
+        opened(kind, bundle)
 
 
 @NODE
@@ -157,7 +157,12 @@ def test_what_the_graph_cannot_take_is_an_error_and_the_next_run_goes_on(bundle:
     assert keys.shape == (1, 2, 2, 16)
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="the stand-in for Node is a shell script")
+with_a_stand_in = pytest.mark.skipif(
+    sys.platform == "win32", reason="the stand-in for Node is a shell script"
+)
+
+
+@with_a_stand_in
 @pytest.mark.parametrize(
     ("script", "timeout", "told"),
     [
@@ -184,7 +189,7 @@ def test_a_node_that_does_not_start_is_an_error(
         NodeBackend(bundle, bundle.variant(), timeout)
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="the stand-in for Node is a shell script")
+@with_a_stand_in
 def test_a_node_that_dies_later_is_an_error_each_time(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -196,7 +201,7 @@ def test_a_node_that_dies_later_is_an_error_each_time(
                 backend.run("encoder", feeds, [])
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="the stand-in for Node is a shell script")
+@with_a_stand_in
 def test_closing_ends_a_node_that_does_not_listen(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from tests.export.conftest import opened
 from tests.sealed import records
 from transferry.build_model.checkpoint import load_checkpoint
 from transferry.export.blame import cross_check as module
@@ -30,7 +31,6 @@ from transferry.export.trace.store import WEIGHTS
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.specs import Variant
 from transferry.runtime.decoding.generation_options import GenerationOptions
-from transferry.runtime.ort.open_model import open_model
 from transferry.runtime.ort.portable_decoder import PortableDecoder
 from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.proof.compare import STAGES, Tolerance, observe
@@ -95,8 +95,7 @@ def test_all_agree_on_a_right_graph(
     bundle = Bundle.load(request.getfixturevalue(f"{prefix}bundle_folder"))
     special = checkpoint.tokenizer.special
     oracle = Oracle.of(checkpoint.model, special, Tolerance())
-    served = open_model(bundle, bundle.variant(), SessionOptions())
-    checked = prove(cross_checks(oracle, served, bundle))
+    checked = prove(cross_checks(oracle, opened(bundle), bundle))
     found = checked.runtimes
     assert checked.steps == 2 + len(BACKENDS) == len(found)
     assert [result.runtime for result in found[:2]] == [SERVED, UNOPTIMISED]
@@ -116,15 +115,15 @@ def test_all_agree_on_a_right_graph(
 def test_onnxruntime_runs_the_graph_unoptimised_too(
     oracle: Oracle, decoder: PortableDecoder, bundle: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened = []
+    given = []
 
     def refuse(bundle: Bundle, variant: Variant, options: SessionOptions) -> None:
-        opened.append(options)
+        given.append(options)
         raise RuntimeError("a fault of the runtime")
 
     monkeypatch.setattr(module, "open_model", refuse)
     served, unoptimised = ask(oracle, decoder, bundle)
-    assert [options.optimisation for options in opened] == ["disable"]
+    assert [options.optimisation for options in given] == ["disable"]
     assert [stage.name for stage in served.stages] == STEPS
     assert unoptimised == CrossCheck(UNOPTIMISED, absent="RuntimeError: a fault of the runtime")
 

@@ -6,7 +6,7 @@ import functools
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import onnx
 import onnx_ir as ir
@@ -46,14 +46,14 @@ def find(
     variant: Variant | None = None,
     session: SessionOptions | None = None,
 ) -> Origin | None:
-    return localise.localise(
-        model,
-        bundle,
-        variant or bundle.variant(),
-        session or SessionOptions(),
-        Tolerance(),
-        list(sweep(model.config)),
-    )
+    given = model, bundle, variant or bundle.variant(), session or SessionOptions()
+    return localise.localise(*given, Tolerance(), list(sweep(model.config)))
+
+
+def found(model: Transformer, bundle: Bundle, variant: Variant | None = None) -> Origin:
+    origin = find(model, bundle, variant)
+    assert origin is not None
+    return origin
 
 
 def exported_wrongly(
@@ -156,10 +156,10 @@ def added_outputs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-@dataclasses.dataclass(frozen=True)
-class Defect:
+class Defect(NamedTuple):
     """A defect of the exporter, and its expected report."""
 
+    bundle: str
     plant: Plant
     graph: str
     module: str
@@ -168,32 +168,30 @@ class Defect:
     operator: str
 
 
-DEFECTS = {
-    "bundle_folder": [
-        Defect(
-            *(plant_epsilon, "encoder", "encoder.0.self_residual.norm", layers.Residual.forward),
-            *("self.norm(x + self.dropout(sublayer(x)))", "LayerNormalization"),
-        ),
-        Defect(
-            *(plant_scale, "decoder", "decoder.0.cross_attention"),
-            *(attention.MultiHeadAttention._split, "x.reshape", "Reshape"),
-        ),
-        Defect(
-            *(plant_mask, "decoder", "Transformer", attention.padding_bias),
-            *("bias.masked_fill", "Unsqueeze"),
-        ),
-    ],
-    "writer_bundle_folder": [
-        Defect(plant_rotation, "decoder", "Transformer", Rotation.at, "F.embedding", "Gather")
-    ],
-    "reader_bundle_folder": [
-        Defect(
-            *(plant_activation, "encoder", "encoder.1.feed_forward", layers.FeedForward.forward),
-            *("self.activation(inner)", "Gelu"),
-        )
-    ],
-}
-ARCHITECTURES = {name: name.replace("bundle", "run") for name in DEFECTS}
+DEFECTS = [
+    Defect(
+        *("bundle_folder", plant_epsilon, "encoder", "encoder.0.self_residual.norm"),
+        *(layers.Residual.forward, "self.norm(x + self.dropout(sublayer(x)))"),
+        "LayerNormalization",
+    ),
+    Defect(
+        *("bundle_folder", plant_scale, "decoder", "decoder.0.cross_attention"),
+        *(attention.MultiHeadAttention._split, "x.reshape", "Reshape"),
+    ),
+    Defect(
+        *("bundle_folder", plant_mask, "decoder", "Transformer"),
+        *(attention.padding_bias, "bias.masked_fill", "Unsqueeze"),
+    ),
+    Defect(
+        *("writer_bundle_folder", plant_rotation, "decoder", "Transformer"),
+        *(Rotation.at, "F.embedding", "Gather"),
+    ),
+    Defect(
+        *("reader_bundle_folder", plant_activation, "encoder", "encoder.1.feed_forward"),
+        *(layers.FeedForward.forward, "self.activation(inner)", "Gelu"),
+    ),
+]
+ARCHITECTURES = {each.bundle: each.bundle.replace("bundle", "run") for each in DEFECTS}
 
 
 @functools.cache
@@ -212,24 +210,13 @@ def test_an_honest_bundle_has_no_fault(pair: tuple[Transformer, Bundle]) -> None
     assert find(*pair) is None
 
 
-@pytest.mark.parametrize(
-    ("fixture", "defect"),
-    [(fixture, defect) for fixture, defects in DEFECTS.items() for defect in defects],
-    ids=lambda value: value.plant.__name__ if isinstance(value, Defect) else "",
-)
+@pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: str(defect.plant.__name__))
 def test_a_defect_of_the_exporter_is_found_where_it_is(
-    fixture: str, defect: Defect, request: pytest.FixtureRequest, tmp_path: Path
+    defect: Defect, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    model = model_of(request.getfixturevalue(ARCHITECTURES[fixture]))
-    bundle, variant = exported_wrongly(
-        Bundle.load(request.getfixturevalue(fixture)),
-        model,
-        defect.plant,
-        defect.graph,
-        tmp_path / "bundle",
-    )
-    origin = find(model, bundle, variant)
-    assert origin is not None
+    model = model_of(request.getfixturevalue(ARCHITECTURES[defect.bundle]))
+    right, folder = Bundle.load(request.getfixturevalue(defect.bundle)), tmp_path / "bundle"
+    origin = found(model, *exported_wrongly(right, model, defect.plant, defect.graph, folder))
     assert (origin.graph, origin.module) == (defect.graph, defect.module)
     assert origin.source == line_of(defect.code, defect.text)
     assert defect.text in origin.code
@@ -261,8 +248,7 @@ def test_one_corrupt_number_is_found(
     module = f"decoder.1.{part.rpartition('.')[0]}"
     flawed = corrupted(bundle, f"decoder.1.{part}", tmp_path / "bundle")
     before = contents(flawed.folder)
-    origin = find(checkpoint.model, flawed)
-    assert origin is not None
+    origin = found(checkpoint.model, flawed)
     assert (origin.graph, origin.module) == ("decoder", module)
     assert origin.source.startswith("build_model/")
     assert contents(flawed.folder) == before
@@ -293,8 +279,7 @@ def test_a_fault_of_a_fusion_is_told_as_one(
         return watched(path, options, model.SerializeToString())
 
     monkeypatch.setattr(served, "open_session", optimised)
-    origin = find(checkpoint.model, bundle)
-    assert origin is not None
+    origin = found(checkpoint.model, bundle)
     path = bundle.graph(bundle.variant().graphs["decoder"])
     norm = norm_of(onnx.load(str(path), load_external_data=False))
     assert (origin.graph, origin.tensor) == ("decoder", norm.output[0])
@@ -317,12 +302,10 @@ def test_a_program_that_was_traced_wrongly_is_told_as_one(
     def plant(patch: pytest.MonkeyPatch, model: Transformer) -> None:
         patch.setattr(graphs.EncoderGraph, "forward", reversed_layers)
 
-    flawed, variant = exported_wrongly(
-        bundle, checkpoint.model, plant, "encoder", tmp_path / "bundle"
-    )
-    plant(monkeypatch, checkpoint.model)
-    origin = find(checkpoint.model, flawed, variant)
-    assert origin is not None
+    model = checkpoint.model
+    flawed = exported_wrongly(bundle, model, plant, "encoder", tmp_path / "bundle")
+    plant(monkeypatch, model)
+    origin = found(model, *flawed)
     assert (origin.graph, origin.operator) == ("encoder", "torch.export")
 
 
@@ -349,16 +332,15 @@ def test_what_lies_before_a_right_value_is_looked_at_too(
         }
         return {name: localise._Verdict(float(name in wrong), 0.5, "wrong") for name in names}
 
-    def faults(call: Any, found: Any, tolerance: Tolerance, exact: bool) -> set[str]:
-        return {"logits"} & set(found)
+    def faults(call: Any, outputs: Any, tolerance: Tolerance, exact: bool) -> set[str]:
+        return {"logits"} & set(outputs)
 
     # Each session judges the middle of the remaining values, so that the mask is not met by chance.
     monkeypatch.setattr(localise, "MOST_SHOWN", 2)
     monkeypatch.setattr(localise, "_faults", faults)
     monkeypatch.setattr(search, "_traced_fault", lambda self, faults: None)
     monkeypatch.setattr(search, "_verdicts", verdicts)
-    origin = find(checkpoint.model, bundle)
-    assert origin is not None
+    origin = found(checkpoint.model, bundle)
     assert origin.source == mask_line
 
 
@@ -417,6 +399,5 @@ def test_rows_that_are_chosen_wrongly_are_found(
     graph = onnx.load(str(path))
     next(n for n in graph.graph.node if "state.0.keys" in n.input).input[0] = "state.0.values"
     path.write_bytes(graph.SerializeToString())
-    origin = find(checkpoint.model, flawed)
-    assert origin is not None
+    origin = found(checkpoint.model, flawed)
     assert (origin.graph, origin.tensor) == ("select", "selected.0.keys")

@@ -87,6 +87,17 @@ def whole(bundle_folder: Path, corpus: list[str], tmp_path_factory: pytest.TempP
     return folder
 
 
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def given(bundle_folder: Path, corpus: list[str], run: Path) -> list[str | Path]:
+    """The command that makes the run, without a word of its own."""
+    return ["distil", bundle_folder, *corpus, *OPTIONS, "--out", run]
+
+
 def lines_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -129,14 +140,10 @@ def test_the_student_is_trained_on_references_and_answers(whole: Path, bundle_fo
     assert not (whole / "distilled" / "rows.jsonl").exists()
 
 
-def test_what_is_said(bundle_folder: Path, corpus: list[str], tmp_path: Path) -> None:
-    loud = [option for option in OPTIONS if option != "--quiet"]
-    said = done("distil", bundle_folder, *corpus, *loud, "--out", tmp_path / "run").stderr
-    taught = [
-        pair
-        for pair in lines_of(tmp_path / "run" / "distilled" / "pairs.jsonl")
-        if pair["origin"] == "teacher"
-    ]
+def test_what_is_said(given: list[str | Path], run: Path) -> None:
+    said = done(*[word for word in given if word != "--quiet"]).stderr
+    pairs = lines_of(run / "distilled" / "pairs.jsonl")
+    taught = [pair for pair in pairs if pair["origin"] == "teacher"]
     lines = said.splitlines()
     assert lines[0] == "pairs to distil: 35 of 36 kept, 1 empty"
     counts = r"distilled pairs: (\d+) of 35 kept, (\d+) without a whole answer, 1 too-long"
@@ -175,13 +182,8 @@ def test_killed_in_every_phase_it_ends_with_the_same_bytes(
 
 
 def test_an_interrupted_training_says_how_to_go_on(
-    bundle_folder: Path,
-    corpus: list[str],
-    whole: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    given: list[str | Path], whole: Path, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = tmp_path / "run"
     step = Trainer._step
 
     def interrupted(self: Trainer, *arguments: Any) -> Any:
@@ -189,7 +191,7 @@ def test_an_interrupted_training_says_how_to_go_on(
         return step(self, *arguments)
 
     monkeypatch.setattr(Trainer, "_step", interrupted)
-    result = call("distil", bundle_folder, *corpus, *OPTIONS, "--out", run)
+    result = call(*given)
     assert result.exit_code == 130
     assert f"continue with: transferry distil --out {run} --resume" in result.stderr
     monkeypatch.undo()
@@ -203,22 +205,21 @@ def test_an_interrupted_training_says_how_to_go_on(
     same(whole, run)
 
 
-def test_the_settings_of_a_run_give_it_again(whole: Path, tmp_path: Path) -> None:
+def test_the_settings_of_a_run_give_it_again(whole: Path, run: Path) -> None:
     settings = whole / "settings.toml"
     made = tomllib.loads(settings.read_text())
     assert made["beam"] == 4
     assert len(made["made"]["teacher_sha256"]) == 64
-    done("distil", "--config", settings, "--out", tmp_path / "run", "--quiet")
-    same(whole, tmp_path / "run")
+    done("distil", "--config", settings, "--out", run, "--quiet")
+    same(whole, run)
 
 
 def test_without_references_the_likeliest_is_taken(
-    bundle_folder: Path, corpus: list[str], tmp_path: Path
+    bundle_folder: Path, corpus: list[str], tmp_path: Path, run: Path
 ) -> None:
     pairs = builtin_pairs(4, seed=5)
     valid = tmp_path / "valid.tsv"
     valid.write_text("".join("\t".join(pair) + "\n" for pair in pairs))
-    run = tmp_path / "run"
     options = {**STUDENT, "max_steps": 1, "vocabulary_size": 300}
     distil(bundle_folder, run, source=corpus[1], valid_pairs=valid, **options)
     answers = lines_of(run / "distilled" / "answers.jsonl")
@@ -233,62 +234,53 @@ def test_without_references_the_likeliest_is_taken(
     assert load_checkpoint(run).tokenizer.vocabulary_size == 300
 
 
-@pytest.mark.parametrize("architecture", ["writer", "reader"])
-def test_a_teacher_of_another_architecture_is_refused(
-    architecture: str, corpus: list[str], tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    bundle = request.getfixturevalue(f"{architecture}_bundle_folder")
-    result = call("distil", bundle, *corpus, *OPTIONS, "--out", tmp_path / "run")
-    assert result.exit_code == 2
-    found = {"writer": "decoder-only", "reader": "encoder-only"}[architecture]
-    assert "expected the bundle of an encoder-decoder as the teacher, found" in result.stderr
-    assert found in result.stderr
-    assert list(tmp_path.iterdir()) == []
+def require_refused(folder: Path, code: int, message: str, *arguments: str | Path) -> None:
+    result = call(*arguments)
+    assert result.exit_code == code, result.stderr
+    assert message in result.stderr
+    assert list(folder.iterdir()) == []
 
 
 @pytest.mark.parametrize(
-    ("options", "code", "message"),
+    ("architecture", "named"), [("writer", "decoder-only"), ("reader", "encoder-only")]
+)
+def test_a_teacher_of_another_architecture_is_refused(
+    architecture: str,
+    named: str,
+    given: list[str | Path],
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> None:
+    given[1] = request.getfixturevalue(f"{architecture}_bundle_folder")
+    message = "expected the bundle of an encoder-decoder as the teacher, found"
+    for told in (message, named):
+        require_refused(tmp_path, 2, told, *given)
+
+
+@pytest.mark.parametrize(
+    ("option", "code", "message"),
     [
-        (["--heads=3"], 2, "heads"),
-        (["--dropout=0", "--r-drop=1"], 2, "r-drop must be 0 where dropout is 0"),
-        (["--n-best=5"], 2, "--n-best=5 is more than --beam=4 can give"),
-        (["--valid-source=absent"], 2, "give --valid-source and --valid-target"),
-        (["--vocabulary-size=300", "--encoding=cl100k_base"], 2, "exclude each other"),
-        (["--device=tpu"], 2, "device must be cpu"),
-        (["--pairs=absent.tsv"], 2, "give --source, with --target"),
-        (["--source=absent.en"], 3, "absent.en"),
-        (["--variant=cpu-int9"], 2, "cpu-int9"),
-        (["--preset=prose"], 2, "'prose' is not one of"),
+        ("--heads=3", 2, "heads"),
+        ("--dropout=0 --r-drop=1", 2, "r-drop must be 0 where dropout is 0"),
+        ("--n-best=5", 2, "--n-best=5 is more than --beam=4 can give"),
+        ("--valid-source=absent", 2, "give --valid-source and --valid-target"),
+        ("--vocabulary-size=300 --encoding=cl100k_base", 2, "exclude each other"),
+        ("--device=tpu", 2, "device must be cpu"),
+        ("--pairs=absent.tsv", 2, "give --source, with --target"),
+        ("--source=absent.en", 3, "absent.en"),
+        ("--variant=cpu-int9", 2, "cpu-int9"),
+        ("--preset=prose", 2, "'prose' is not one of"),
     ],
 )
 def test_bad_options_leave_nothing(
-    bundle_folder: Path,
-    corpus: list[str],
-    tmp_path: Path,
-    options: list[str],
-    code: int,
-    message: str,
+    given: list[str | Path], tmp_path: Path, option: str, code: int, message: str
 ) -> None:
-    given: list[str | Path] = [
-        "distil",
-        bundle_folder,
-        *corpus,
-        *OPTIONS,
-        "--out",
-        tmp_path / "run",
-        *options,
-    ]
-    result = call(*given)
-    assert result.exit_code == code, result.stderr
-    assert message in result.stderr
-    assert list(tmp_path.iterdir()) == []
+    require_refused(tmp_path, code, message, *given, *option.split())
 
 
 def test_too_many_errors_stop_it_and_a_higher_limit_continues(
-    bundle_folder: Path, corpus: list[str], whole: Path, tmp_path: Path
+    given: list[str | Path], whole: Path, run: Path
 ) -> None:
-    run = tmp_path / "run"
-    given: list[str | Path] = ["distil", bundle_folder, *corpus, *OPTIONS, "--out", run]
     stopped = call(*given, "--max-errors=0")
     assert stopped.exit_code == 3
     assert "more than 0 rows are bad, the first of them: row 35: " in stopped.stderr
@@ -306,9 +298,7 @@ def test_a_teacher_is_needed(bundle_folder: Path, corpus: list[str], tmp_path: P
         ([bundle_folder, *corpus[:2], "--n-best=2", *out], 2, "--n-best needs references"),
         ([bundle_folder, "--source=-", *out], 2, "read more than once, and stdin only once"),
     ):
-        result = call("distil", *arguments)
-        assert result.exit_code == code, result.stderr
-        assert message in result.stderr
+        require_refused(tmp_path, code, message, "distil", *arguments)
     with pytest.raises(UsageError, match="distil has no option beams; it knows teacher, source"):
         distil(bundle_folder, tmp_path / "run", source=corpus[1], beams=4)
     assert list(tmp_path.iterdir()) == []
@@ -323,21 +313,13 @@ def test_several_processes_are_refused(
 
 
 def test_a_run_is_continued_as_it_was_begun_or_replaced_by_force(
-    bundle_folder: Path, corpus: list[str], whole: Path, tmp_path: Path
+    given: list[str | Path], whole: Path, tmp_path: Path, run: Path
 ) -> None:
-    run, source = tmp_path / "run", tmp_path / "train.en"
+    source = tmp_path / "train.en"
     shutil.copytree(whole, run)
-    shutil.copy(corpus[1], source)
-    given: list[str | Path] = [
-        "distil",
-        bundle_folder,
-        "--source",
-        source,
-        *corpus[2:],
-        *OPTIONS,
-        "--out",
-        run,
-    ]
+    place = given.index("--source") + 1
+    shutil.copy(given[place], source)
+    given[place] = source
     refused = call(*given, "--beam=5")
     assert refused.exit_code == 2
     assert "started with --beam 4, found --beam 5; leave it out to resume" in refused.stderr
@@ -364,20 +346,15 @@ def test_a_run_is_continued_as_it_was_begun_or_replaced_by_force(
 
 
 def test_a_replaced_run_comes_back_after_an_early_error(
-    bundle_folder: Path,
-    corpus: list[str],
-    whole: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    given: list[str | Path], whole: Path, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = tmp_path / "run"
     shutil.copytree(whole, run)
 
     def broken(*arguments: Any, **named: Any) -> None:
         raise InputError("the teacher is gone")
 
     monkeypatch.setattr(Engine, "load", broken)
-    result = call("distil", bundle_folder, *corpus, *OPTIONS, "--out", run, "--force")
+    result = call(*given, "--force")
     assert (result.exit_code, result.stderr) == (3, "Error: the teacher is gone\n")
     same(whole, run)
     assert not (run / ".former").exists()

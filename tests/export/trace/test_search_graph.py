@@ -1,4 +1,4 @@
-"""Beam search as one graph: the hypotheses of the search step by step, from any runtime."""
+"""A search as one graph: the answers of the search step by step, from any runtime."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -12,7 +12,10 @@ import onnxruntime
 import pytest
 
 from tests.commands import call
+from tests.export.conftest import opened
+from transferry.build_model.checkpoint import Checkpoint, load_checkpoint, load_samples
 from transferry.build_model.train.corpus import builtin_pairs
+from transferry.export.torch_model import TorchDecoder
 from transferry.export.trace.beam_graph import BeamGraph
 from transferry.export.trace.graph import Graph
 from transferry.export.trace.search_graph import require_one_graph
@@ -22,7 +25,6 @@ from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.decoding.search import pad_sources, search
 from transferry.runtime.engine.open_bundle import verify
 from transferry.runtime.errors import UsageError
-from transferry.runtime.ort.open_model import open_model
 from transferry.runtime.ort.openvino_runner import openvino_core
 from transferry.runtime.ort.portable_decoder import PortableDecoder
 from transferry.runtime.ort.session import SessionOptions
@@ -36,7 +38,9 @@ SEARCHES: tuple[dict[str, Any], ...] = (
     {"beam": 2, "early_stopping": False, "min_length": 3, "suppress": (7,)},
 )
 LENGTH = 16
+GREEDY = GenerationOptions(max_length=20)
 Run = Callable[[dict[str, Any]], Any]
+Exported = tuple[Checkpoint, Bundle, list[list[int]]]
 
 
 def in_onnxruntime(path: Path) -> Run:
@@ -55,23 +59,69 @@ def in_openvino(path: Path) -> Run:
     return run
 
 
-@pytest.mark.parametrize(
-    "opened",
-    [in_onnxruntime, pytest.param(in_openvino, marks=pytest.mark.optional("openvino"))],
+in_each_runtime = pytest.mark.parametrize(
+    "runtime", [in_onnxruntime, pytest.param(in_openvino, marks=pytest.mark.optional("openvino"))]
 )
+
+
+def feeds_of(bundle: Bundle, sources: list[list[int]], length: int) -> dict[str, Any]:
+    special = bundle.tokenizer.special
+    ids, mask = pad_sources(sources, special.pad_id)
+    feeds = {"source": ids, "source_mask": mask, "max_length": np.array([length])}
+    if "encoder" in bundle.variant().graphs:
+        feeds["target"] = np.full((len(sources), 1), special.bos_id)
+    return feeds
+
+
+@pytest.fixture(scope="module", params=["", "writer_"], ids=["both", "writer"])
+def exported(request: pytest.FixtureRequest) -> Exported:
+    """A checkpoint, its bundle with greedy search as one graph, and sources."""
+    run: Path = request.getfixturevalue(f"{request.param}run_folder")
+    checkpoint = load_checkpoint(run)
+    bundle = Bundle.load(request.getfixturevalue(f"whole_{request.param}bundle_folder"))
+    encode, wrap = checkpoint.tokenizer.encode, checkpoint.tokenizer.special.wrap
+    sources = [wrap(encode(text)) for text in load_samples(run)]
+    if not checkpoint.model.config.encoder_layers:
+        sources = [source[: max(1, len(source) // 2)] for source in sources]
+    return checkpoint, bundle, sources
+
+
+@in_each_runtime
+def test_greedy_answers_are_those_of_torch(
+    exported: Exported, runtime: Callable[[Path], Run]
+) -> None:
+    """Of the batch, and of each row alone."""
+    checkpoint, bundle, sources = exported
+    special = bundle.tokenizer.special
+    searched = search(TorchDecoder(checkpoint.model), sources, GREEDY, special)
+    wanted = [row[0].scored_tokens for row in searched]
+    assert len(set(map(len, wanted))) > 1 or not checkpoint.model.config.encoder_layers
+    run = runtime(bundle.graph(bundle.variant().graphs[ONE_GRAPH]))
+    found = []
+    for batch in (sources, *([source] for source in sources)):
+        tokens, lengths, _ = run(feeds_of(bundle, batch, 20))
+        found += [tuple(row[:end]) for row, end in zip(tokens.tolist(), lengths, strict=True)]
+    assert found == wanted * 2
+
+
+def test_shares_the_weights_of_the_portable_graphs(exported: Exported) -> None:
+    _, bundle, _ = exported
+    graph = bundle.graph(bundle.variant().graphs[ONE_GRAPH])
+    assert graph.stat().st_size < 100_000
+    assert [path.name for path in graph.parent.glob("*.bin")] == ["weights.bin"]
+
+
+@in_each_runtime
 @pytest.mark.parametrize("fixture", ["bundle_folder", "writer_bundle_folder"])
 def test_hypotheses_are_those_of_the_search(
-    fixture: str, opened: Callable[[Path], Run], request: pytest.FixtureRequest, tmp_path: Path
+    fixture: str, runtime: Callable[[Path], Run], request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     bundle = Bundle.load(request.getfixturevalue(fixture))
     variant, special = bundle.variant("portable"), bundle.tokenizer.special
     encoded = [bundle.tokenizer.encode(pair.source) for pair in builtin_pairs(10, seed=7)]
     both = "encoder" in variant.graphs
     sources = [special.wrap(ids if both else ids[: 1 + len(ids) // 3]) for ids in encoded]
-    ids, mask = pad_sources(sources, special.pad_id)
-    feeds = {"source": ids, "source_mask": mask, "max_length": np.array([LENGTH])}
-    if both:
-        feeds["target"] = np.full((len(sources), 1), special.bos_id)
+    feeds = feeds_of(bundle, sources, LENGTH)
     decoder = PortableDecoder(bundle, variant, SessionOptions())
     # More end tokens, which are likely: several hypotheses end at a time, at many steps.
     plain = search(decoder, sources, GenerationOptions(max_length=LENGTH), special)
@@ -79,7 +129,7 @@ def test_hypotheses_are_those_of_the_search(
     special = replace(special, more_ends=(often[1][0], often[4][0]))
     ended = set()
     # OpenVINO takes seconds to compile a graph.
-    for number, chosen in enumerate(SEARCHES if opened is in_onnxruntime else SEARCHES[:1]):
+    for number, chosen in enumerate(SEARCHES if runtime is in_onnxruntime else SEARCHES[:1]):
         beam = chosen["beam"]
         graphs = {
             name: Graph(ir.load(bundle.graph(spec)), spec) for name, spec in variant.steps.items()
@@ -88,7 +138,7 @@ def test_hypotheses_are_those_of_the_search(
         made = BeamGraph(graphs, special, chosen, positions, beam=beam).graph()
         path = tmp_path / f"{number}.onnx"
         ir.save(made.model, path, external_data=f"{number}.bin")
-        tokens, lengths, totals = opened(path)(feeds)
+        tokens, lengths, totals = runtime(path)(feeds)
         assert (tokens.shape[1], lengths.shape[1:], totals.shape[1:]) == (beam, (beam,), (beam,))
         options = GenerationOptions(max_length=LENGTH, n_best=beam, **chosen)
         wanted = search(decoder, sources, options, special)
@@ -102,15 +152,18 @@ def test_hypotheses_are_those_of_the_search(
     assert len(ended) >= 3
 
 
-def test_a_bundle_is_verified_with_it(beam_bundle_folder: Path) -> None:
-    bundle = Bundle.load(beam_bundle_folder)
-    variant = bundle.variant()
-    assert beams_of(variant.graphs[ONE_GRAPH]) == 4
-    (found,) = [
-        item
-        for item in verify(beam_bundle_folder, variant="portable").decisions
-        if item.search == "beam 4, in one graph"
-    ]
+@pytest.mark.parametrize(
+    ("fixture", "beam"),
+    [("whole_bundle_folder", 1), ("whole_writer_bundle_folder", 1), ("beam_bundle_folder", 4)],
+)
+def test_the_recorded_answers_are_compared_with_it(
+    fixture: str, beam: int, request: pytest.FixtureRequest
+) -> None:
+    bundle = Bundle.load(request.getfixturevalue(fixture))
+    assert beams_of(bundle.variant().graphs[ONE_GRAPH]) == beam
+    name = f"{'greedy' if beam == 1 else f'beam {beam}'}, in one graph"
+    decisions = verify(bundle.folder, variant="portable").decisions
+    (found,) = [item for item in decisions if item.search == name]
     assert found.passed
     assert found.identical == found.rows > 0
 
@@ -123,7 +176,6 @@ def test_beams_that_are_not_recorded_are_compared_with_the_search(
     variant = bundle.variant()
     reference = Reference.of(bundle, variant)
     greedy = replace(reference, cases=(), searches=reference.searches[:1])
-    model = open_model(bundle, variant, SessionOptions())
     one = OneGraph(bundle, variant, SessionOptions())
     answers = one.answers_all_ways
 
@@ -132,25 +184,36 @@ def test_beams_that_are_not_recorded_are_compared_with_the_search(
         return found[shift:] + found[:shift]
 
     monkeypatch.setattr(one, "answers_all_ways", wrong)
-    _, decisions = check_reference(
-        greedy,
-        model,
-        bundle.tokenizer.special,
-        Tolerance(),
-        one=one,
-    )
+    given = greedy, opened(bundle), bundle.tokenizer.special, Tolerance()
+    _, decisions = check_reference(*given, one=one)
     *_, found = decisions
     assert found.search == "beam 4, in one graph"
     assert found.passed == (shift == 0)
     assert all("the search step by step chose" in str(item) for item in found.defects)
 
 
-def test_rules_and_numbers_that_it_cannot_have_are_refused() -> None:
-    with pytest.raises(UsageError, match="renormalise"):
-        require_one_graph("encoder-decoder", {"renormalise": True}, 4)
-    require_one_graph("encoder-decoder", {"renormalise": True}, 1)
-    with pytest.raises(UsageError, match="between 1 and 64, but are 65"):
-        require_one_graph("encoder-decoder", {}, 65)
+@pytest.mark.parametrize(
+    ("architecture", "generation", "beam", "named"),
+    [
+        ("encoder-only", {}, 1, "encoder-only"),
+        ("encoder-decoder", {"no_repeat_ngram": 3}, 1, "no_repeat_ngram"),
+        ("encoder-decoder", {"repetition_penalty": 1.2}, 1, "repetition_penalty"),
+        ("decoder-only", {"prefix": (3,)}, 1, "prefix"),
+        ("encoder-decoder", {"renormalise": True}, 4, "renormalise"),
+        ("encoder-decoder", {}, 65, "between 1 and 64, but are 65"),
+    ],
+)
+def test_what_it_cannot_keep_is_refused_by_name(
+    architecture: str, generation: dict[str, Any], beam: int, named: str
+) -> None:
+    with pytest.raises(UsageError, match=named):
+        require_one_graph(architecture, generation, beam)
+
+
+def test_what_it_keeps_is_not_refused() -> None:
+    kept = {"beam": 4, "suppress": (3,), "min_length": 2, "forced_begin": 5}
+    for generation in (kept, {"renormalise": True}):
+        require_one_graph("encoder-decoder", generation, 1)
 
 
 def test_beams_without_one_graph_are_refused(run_folder: Path, tmp_path: Path) -> None:
