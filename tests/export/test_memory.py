@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.traced import TRACES
+from tests.export.conftest import exported
 from transferry.build_model.checkpoint import load_checkpoint, load_samples
 from transferry.export import bundle as exporting
-from transferry.export.bundle import Contents, export_bundle
+from transferry.export.bundle import Contents
 from transferry.export.make import make
 
 # A reader of 42 million parameters as the export treats larger ones: nothing is kept in float64,
@@ -73,9 +73,7 @@ def test_a_variant_is_gone_when_the_next_is_made(
     monkeypatch.setattr(exporting, "make", watched)
     monkeypatch.setattr(exporting, "MAPPED", 0)
     checkpoint = load_checkpoint(reader_run_folder)
-    texts = load_samples(reader_run_folder)
-    variants = ["cpu-fp32", "cpu-int8"]
-    contents = Contents(texts, variants, calibrate=texts)
-    bundle = export_bundle(checkpoint, tmp_path / "bundle", contents, traces=TRACES)
+    texts, variants = load_samples(reader_run_folder), ["cpu-fp32", "cpu-int8"]
+    bundle = exported(checkpoint, tmp_path / "bundle", Contents(texts, variants, texts))
     assert list(bundle.manifest.variants) == ["portable", *variants]
     assert len(made) == 3

@@ -1,6 +1,7 @@
 """TorchDecoder gives the model's own logits, and the search drives it as a plain greedy loop."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -91,30 +92,15 @@ def test_dropout_is_off(checkpoint: Checkpoint, case: Case) -> None:
     np.testing.assert_array_equal(logits_of_model(decoder, case), logits_of_model(decoder, case))
 
 
-@pytest.fixture(scope="module")
-def plain(checkpoint: Checkpoint, sources: list[list[int]]) -> list[list[int]]:
-    """Greedy tokens of a loop that shares no code with the search and has no cache."""
-    source, mask = pad_sources(sources, SOURCES.pad_id)
-    return greedy(
-        checkpoint.model,
-        torch.from_numpy(source),
-        torch.from_numpy(mask),
-        bos_id=SOURCES.bos_id,
-        eos_id=SOURCES.eos_id,
-        max_length=LENGTH,
-        use_cache=False,
-    )
-
-
 def test_torch_and_onnxruntime_are_the_plain_greedy_loop(
-    checkpoint: Checkpoint,
-    decoder: PortableDecoder,
-    sources: list[list[int]],
-    plain: list[list[int]],
+    checkpoint: Checkpoint, decoder: PortableDecoder, sources: list[list[int]]
 ) -> None:
+    """Of a loop that shares no code with the search and has no cache."""
+    source, mask = map(torch.from_numpy, pad_sources(sources, SOURCES.pad_id))
+    ids: dict[str, Any] = dict(bos_id=SOURCES.bos_id, eos_id=SOURCES.eos_id)
+    plain = greedy(checkpoint.model, source, mask, **ids, max_length=LENGTH, use_cache=False)
     options = GenerationOptions(max_length=LENGTH)
-    for found in (
-        search(TorchDecoder(checkpoint.model), sources, options, SOURCES),
-        search(decoder, sources, options, SOURCES),
-    ):
+    decoders: tuple[Any, ...] = TorchDecoder(checkpoint.model), decoder
+    for each in decoders:
+        found = search(each, sources, options, SOURCES)
         assert [list(row[0].tokens) for row in found] == plain

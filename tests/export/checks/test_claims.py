@@ -1,23 +1,21 @@
 """A bundle's claims are compared with the checkpoint, whatever is changed in it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.export.conftest import verified
 from tests.sealed import records
-from tests.traced import TRACES
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint
 from transferry.export.checks.claims import manifest_claims, recorded_claim
 from transferry.export.oracle.oracle import Oracle
-from transferry.export.verify import Request, verify_against
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.manifest import Manifest
 from transferry.runtime.bundle.specs import REFERENCE, CacheSpec, Variant
 from transferry.runtime.decoding.generation_options import GenerationOptions
-from transferry.runtime.ort.open_model import open_model
-from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.proof.compare import Tolerance, Truth
 from transferry.runtime.proof.recorded import RecordedSearch, Reference
 from transferry.runtime.proof.views import report_text
@@ -125,11 +123,6 @@ def on_searches(change: Callable[[RecordedSearch], RecordedSearch]) -> Change:
     )
 
 
-def other_answers(item: RecordedSearch) -> RecordedSearch:
-    # Every row gets the next one's answers.
-    return replace(item, answers=[*item.answers[1:], item.answers[0]])
-
-
 CHANGES: dict[str, Change] = {
     "tensors": on_first_case(
         lambda truth: replace(truth, oracle={k: v * 1.01 for k, v in truth.oracle.items()})
@@ -143,7 +136,9 @@ CHANGES: dict[str, Change] = {
     "errors": on_first_case(
         lambda truth: replace(truth, errors=dict.fromkeys(truth.errors, 10000.0 * 2.0 ** (-23)))
     ),
-    "answers": on_searches(other_answers),
+    "answers of the next row": on_searches(
+        lambda item: replace(item, answers=[*item.answers[1:], item.answers[0]])
+    ),
     "scores": on_searches(
         lambda item: replace(item, scores=[[s + 0.01 for s in row] for row in item.scores])
     ),
@@ -156,40 +151,28 @@ CHANGES: dict[str, Change] = {
 }
 
 
-@pytest.fixture
-def rerecorded(
-    bundle: Bundle, checkpoint: Checkpoint, tmp_path: Any
-) -> Iterator[Callable[[Change], str]]:
-    oracle = Oracle.of(checkpoint.model, checkpoint.tokenizer.special, Tolerance())
-
-    def problem(change: Change) -> str:
-        change(Reference.load(bundle.folder / REFERENCE)).save(tmp_path / REFERENCE)
+@pytest.mark.parametrize("name", CHANGES)
+def test_another_record_is_told(name: str, bundle: Bundle, oracle: Oracle, tmp_path: Path) -> None:
+    def problem(reference: Reference) -> str:
+        reference.save(tmp_path / REFERENCE)
         manifest = replace(bundle.manifest, files=records(tmp_path))
         copy = Bundle(tmp_path, manifest, bundle.tokenizer)
         return recorded_claim(copy, copy.variant(), oracle).problem
 
-    yield problem
-
-
-@pytest.mark.parametrize("name", CHANGES)
-def test_another_record_is_told(name: str, rerecorded: Callable[[Change], str]) -> None:
-    assert rerecorded(lambda reference: reference) == ""
-    assert rerecorded(CHANGES[name])
+    reference = Reference.load(bundle.folder / REFERENCE)
+    assert problem(reference) == ""
+    assert problem(CHANGES[name](reference))
 
 
 def test_a_wrong_claim_fails_the_verification(checkpoint: Checkpoint, bundle: Bundle) -> None:
     """And does not decide what passes: int8 would allow 2 ** 15 times the error."""
     variant = replace(bundle.variant(), precision="int8")
-    wrong = altered(
-        bundle, variants={"portable": variant}, generation={"max_length": 20, "beam": 2}
-    )
-    model = open_model(wrong, variant, SessionOptions())
-    report = verify_against(checkpoint, wrong, model, Request([]), traces=TRACES)
+    generation = {"max_length": 20, "beam": 2}
+    wrong = altered(bundle, variants={"portable": variant}, generation=generation)
+    report = verified(checkpoint, wrong, [])
     assert not report.passed
     assert report.tolerance == Tolerance()
-    assert [line.partition(":")[0] for line in report.faults] == [
-        "generation defaults",
-        "variant portable",
-    ]
+    named = [line.partition(":")[0] for line in report.faults]
+    assert named == ["generation defaults", "variant portable"]
     assert "4 of 6 claims match the checkpoint" in report_text(report)
     assert len(report.to_dict()["claims"]) == 6

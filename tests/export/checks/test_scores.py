@@ -1,5 +1,6 @@
 """The result of `score` is compared with the oracle, and a wrong score is seen."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -13,41 +14,37 @@ from transferry.runtime.engine.tasks.score import ScoreResult, score
 from transferry.runtime.ort.portable_decoder import PortableDecoder
 
 
-def compared(
-    oracle: Oracle, bundle: Bundle, decoder: PortableDecoder, texts: list[str]
-) -> list[str]:
-    pairs = list(zip(texts, texts[::-1], strict=True))
-    found = compare_scores(oracle, Engine(bundle, decoder), pairs)
-    return [item.fault for item in found]
+@pytest.fixture
+def compared(oracle: Oracle, bundle: Bundle, decoder: PortableDecoder) -> Callable[..., list[str]]:
+    """The faults of the scores of texts as answers to each other."""
+
+    def faults(texts: list[str]) -> list[str]:
+        pairs = list(zip(texts, texts[::-1], strict=True))
+        return [item.fault for item in compare_scores(oracle, Engine(bundle, decoder), pairs)]
+
+    return faults
 
 
-def test_true_scores_pass(
-    oracle: Oracle, bundle: Bundle, decoder: PortableDecoder, texts: list[str]
-) -> None:
-    assert compared(oracle, bundle, decoder, texts) == [""]
+def test_true_scores_pass(compared: Callable[..., list[str]], texts: list[str]) -> None:
+    assert compared(texts) == [""]
 
 
 def test_a_wrong_score_fails(
-    oracle: Oracle,
-    bundle: Bundle,
-    decoder: PortableDecoder,
-    texts: list[str],
-    monkeypatch: pytest.MonkeyPatch,
+    compared: Callable[..., list[str]], texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def wrong(row: ScoreResult) -> ScoreResult:
         first, *others = row.log_probabilities
         return replace(row, log_probabilities=(first + 1e-3, *others))
 
-    monkeypatch.setattr(
-        text_scores, "score", lambda *given, **options: map(wrong, score(*given, **options))
-    )
-    (fault,) = compared(oracle, bundle, decoder, texts)
+    spoiled = lambda *given, **options: map(wrong, score(*given, **options))  # noqa: E731
+    monkeypatch.setattr(text_scores, "score", spoiled)
+    (fault,) = compared(texts)
     assert "exceeds the budget" in fault
 
 
 def test_a_row_that_is_not_scored_fails(
-    oracle: Oracle, bundle: Bundle, decoder: PortableDecoder, texts: list[str]
+    compared: Callable[..., list[str]], texts: list[str]
 ) -> None:
-    faults = compared(oracle, bundle, decoder, [*texts, ""])
+    faults = compared([*texts, ""])
     assert faults[0] == ""
     assert "were not scored" in faults[-1]

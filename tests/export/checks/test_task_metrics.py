@@ -10,19 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.traced import TRACES
+from tests.export.conftest import verified
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.export.checks.task_metrics import token_agreement, translation
 from transferry.export.recipes import RECIPES
-from transferry.export.verify import Request, verify_against
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.manifest import MANIFEST
 from transferry.runtime.bundle.specs import PORTABLE
 from transferry.runtime.decoding.hypothesis import Hypothesis
 from transferry.runtime.errors import InputError
 from transferry.runtime.io.whole import sha256
-from transferry.runtime.ort.open_model import open_model
-from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.precision import Precision
 from transferry.runtime.proof.compare import Tolerance
 from transferry.runtime.proof.report import Claim, ParityReport, TaskMetric
@@ -50,15 +47,15 @@ def verify(
     checkpoint: Checkpoint, bundle: Bundle, texts: list[str], targets: list[str] | None = None
 ) -> ParityReport:
     targets = [text.upper() for text in texts] if targets is None else targets
-    variant = bundle.variant()
-    model = open_model(bundle, variant, SessionOptions())
     with pytest.MonkeyPatch.context() as patch:
         # As if the portable variant were made in this precision.
-        recipe = dataclasses.replace(RECIPES[PORTABLE], precision=Precision.of(variant.precision))
+        recipe = dataclasses.replace(
+            RECIPES[PORTABLE], precision=Precision.of(bundle.variant().precision)
+        )
         patch.setitem(RECIPES, PORTABLE, recipe)
         # The file still holds float32.
         patch.setattr("transferry.export.verify.weights_claim", lambda *_: Claim("weights"))
-        return verify_against(checkpoint, bundle, model, Request(texts, targets), traces=TRACES)
+        return verified(checkpoint, bundle, texts, targets=targets)
 
 
 def test_half_precision_passes_as_what_it_is(
@@ -69,12 +66,8 @@ def test_half_precision_passes_as_what_it_is(
     assert report.tolerance == Tolerance.of("float16")
     assert max(stage.error for stage in report.stages()) > 1e-5, "it is not float32"
     assert [metric.measure for metric in report.task_metrics] == [
-        "equivalent choices",
-        "worst choice",
-        "token agreement",
-        "sacreBLEU greedy",
-        "sacreBLEU beam 4",
-        "perplexity",
+        *("equivalent choices", "worst choice", "token agreement"),
+        *("sacreBLEU greedy", "sacreBLEU beam 4", "perplexity"),
     ]
 
 
@@ -82,12 +75,8 @@ def test_half_precision_does_not_pass_for_float32(
     checkpoint: Checkpoint, bundle_folder: Path, texts: list[str], tmp_path: Path
 ) -> None:
     report = verify(checkpoint, rounded(bundle_folder, tmp_path / "b", "float32", 10), texts[:2])
-    assert {stage.name for stage in report.stages() if stage.faults} == {
-        "encoder",
-        "first step",
-        "later step",
-        "text",
-    }
+    faulty = {stage.name for stage in report.stages() if stage.faults}
+    assert faulty == {"encoder", "first step", "later step", "text"}
 
 
 def test_four_bits_do_not_pass_for_half_precision(
@@ -99,7 +88,7 @@ def test_four_bits_do_not_pass_for_half_precision(
     assert any(not metric.passed for metric in report.task_metrics)
 
 
-def test_an_unknown_precision_has_no_budget(bundle_folder: Path) -> None:
+def test_an_unknown_precision_has_no_budget() -> None:
     with pytest.raises(InputError, match="found 'float8'"):
         Tolerance.of("float8")
 
@@ -130,9 +119,8 @@ def test_a_loss_that_may_be_chance_passes(checkpoint: Checkpoint, texts: list[st
     right = [tuple(tokenizer.encode(text)) for text in texts[:8]]
     for worse, passed in ((1, True), (8, False)):
         answered = [right[(row + 1) % 8] if row < worse else right[row] for row in range(8)]
-        metric = translation(
-            tokenizer, "greedy", pairs(*zip(right, answered, strict=True)), texts[:8], 0.3
-        )
+        both = pairs(*zip(right, answered, strict=True))
+        metric = translation(tokenizer, "greedy", both, texts[:8], 0.3)
         assert metric.change > 0.3
         assert (metric.passed, metric.p_value >= 0.05) == (passed, passed)
 

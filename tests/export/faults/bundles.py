@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.export.conftest import opened
 from tests.traced import TRACES
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint, load_samples
 from transferry.export.checks.graphs import fresh_graphs
@@ -12,8 +13,6 @@ from transferry.export.oracle.cases import source_of
 from transferry.export.oracle.oracle import Oracle
 from transferry.export.subject.bundle import BundleSubject
 from transferry.runtime.bundle.bundle import Bundle
-from transferry.runtime.ort.open_model import open_model
-from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.proof.compare import Tolerance
 from transferry.runtime.proof.report import PlantedFault
 
@@ -34,7 +33,7 @@ def bundle_test(
 ) -> BundleTest:
     """The checks of the self-test of a variant."""
     checkpoint, bundle, sources = side
-    model = open_model(bundle, bundle.variant(variant), SessionOptions())
+    model = opened(bundle, variant)
     subject = BundleSubject.of(checkpoint, bundle, model)
     oracle = Oracle.of(
         checkpoint.model,

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from random_faults import random_faults
+from tests.export.conftest import exported
 from tests.export.faults.bundles import Side, bundle_test, side_of, tested
-from tests.traced import TRACES
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint, load_samples
-from transferry.export.bundle import Contents, export_bundle
+from transferry.export.bundle import Contents
 from transferry.export.checks.weights import WEIGHTS
 from transferry.export.faults import self_test as module
 from transferry.export.faults.fault import Fault
@@ -153,9 +153,7 @@ def test_weights_of_half_precision_are_rounded_further(
     checkpoint = load_checkpoint(run_folder)
     half = checkpoint.model.half().float()
     other = dataclasses.replace(checkpoint, model=half)
-    bundle = export_bundle(
-        other, tmp_path / "bundle", Contents(texts=load_samples(run_folder)), traces=TRACES
-    )
+    bundle = exported(other, tmp_path / "bundle", Contents(load_samples(run_folder)))
     kind = "all weights rounded"
     some(monkeypatch, kind)
     planted = tested((other, bundle, []), blunt())[kind]

@@ -147,11 +147,9 @@ def decided(
 
 
 def test_rounding_alone_makes_a_tie() -> None:
-    assert Divergence(3, (5,), (6,), margin=1e-7, allowed=1e-6, rounding=1e-6).tie
-    assert Divergence(3, (5,), (6,), margin=1e-6, allowed=1e-6, rounding=1e-6).tie
-    assert not Divergence(3, (5,), (6,), margin=2e-6, allowed=1e-6, rounding=1e-6).tie
-    assert not Divergence(3, (5,), (6,), margin=np.inf, allowed=1e-6, rounding=1e-6).tie
-    assert not Divergence(3, (5,), (6,), margin=np.nan, allowed=1e-6, rounding=1e-6).tie
+    for margin in (1e-7, 1e-6, 2e-6, np.inf, np.nan):
+        found = Divergence(3, (5,), (6,), margin=margin, allowed=1e-6, rounding=1e-6)
+        assert found.tie == (margin in (1e-7, 1e-6))
 
 
 @searches
@@ -178,12 +176,10 @@ def test_real_difference_is_a_defect(
     checkpoint: Checkpoint, source: list[int], last: int, options: GenerationOptions, flipped: str
 ) -> None:
     """Though there is a tie as well, which must not excuse it."""
-    oracle = with_twin(checkpoint.model, first_token(checkpoint.model, source))
-    token = last - 1
-    if flipped == "the twin":
-        oracle = with_twin(checkpoint.model, first_token(checkpoint.model, source), distance=0.1)
-        token = last
-    divergence = explained(oracle, source, options, token, REAL)
+    twin = flipped == "the twin"
+    first = first_token(checkpoint.model, source)
+    oracle = with_twin(checkpoint.model, first, 0.1 if twin else TWIN)
+    divergence = explained(oracle, source, options, last if twin else last - 1, REAL)
     assert not divergence.tie
     assert divergence.margin > 100 * divergence.allowed
     assert str(divergence).endswith("allowed: a defect")
@@ -255,6 +251,11 @@ def test_allowance_follows_the_tolerance(
 TIE, TOLERATED, DEFECT = 5, 6, 7  # tokens of answers that differ from token 4
 
 
+def ended(*tokens: int, score: float = -1.0) -> list[Hypothesis]:
+    """Hypotheses of one token each."""
+    return [Hypothesis((token,), score, score, "end") for token in tokens]
+
+
 @pytest.mark.parametrize(
     ("times", "counted"),
     [
@@ -278,8 +279,8 @@ def test_of_several_answers_the_worst_is_counted(
         margins = {TIE: 1e-9, TOLERATED: 1e-3, DEFECT: 1.0}
         return Difference(row, "", margins[token], 1e-2, 1e-6), token != DEFECT
 
-    answers = [[Hypothesis((token,), -1.0, -1.0, "end")] for token in times]
-    batch = ExpectedAnswers([0], [[9]], [[Hypothesis((4,), -1.0, -1.0, "end")]], [[-1.0]], 1e-6)
+    answers = list(map(ended, times))
+    batch = ExpectedAnswers([0], [[9]], [ended(4)], [[-1.0]], 1e-6)
     tally.add(batch, [answers[::-1] if reverse else answers], explain)
     found = tally.decisions()
     counts = {name: len(getattr(found, name)) for name in ("ties", "tolerated", "defects")}
@@ -291,10 +292,7 @@ def test_of_several_answers_the_worst_is_counted(
 def test_differing_rows_have_their_texts() -> None:
     """Of several hypotheses the first that differ; a wrong score has none."""
     tally = Tally("beam 2", Tolerance())
-    wanted = [
-        [Hypothesis((token,), -1.0, -1.0, "end") for token in row] for row in ([4, 5], [4, 4])
-    ]
-    found = [[Hypothesis((token,), 9.0, 9.0, "end") for token in row] for row in ([4, 6], [4, 4])]
+    wanted, found = [ended(4, 5), ended(4, 4)], [ended(4, 6, score=9.0), ended(4, 4, score=9.0)]
     batch = ExpectedAnswers([0, 1], [[9], [8]], wanted, [[-1.0, -1.0]] * 2, 1e-6)
     tally.add(batch, [[row] for row in found], lambda row, *rest: (Difference(row, "other"), False))
     differs, scored = tally.decisions(lambda ids: f"text of {list(ids)}").defects
@@ -305,10 +303,8 @@ def test_differing_rows_have_their_texts() -> None:
 
 def test_a_tie_excuses_no_wrong_score() -> None:
     tally = Tally("greedy", Tolerance())
-    answers = [
-        [Hypothesis((token,), score, score, "end")] for token, score in ((5, -1.0), (4, 9.0))
-    ]
-    batch = ExpectedAnswers([0], [[9]], [[Hypothesis((4,), -1.0, -1.0, "end")]], [[-1.0]], 1e-6)
+    batch = ExpectedAnswers([0], [[9]], [ended(4)], [[-1.0]], 1e-6)
+    answers = [ended(5), ended(4, score=9.0)]
     tally.add(batch, [answers], lambda *row: (Difference(0, "", 0.0, 1.0, 1.0), True))
     assert len(tally.decisions().defects) == 1
 
@@ -331,11 +327,8 @@ def test_later_step_is_found(checkpoint: Checkpoint, source: list[int], last: in
 def short(checkpoint: Checkpoint, sources: list[list[int]]) -> list[int]:
     """A source whose answer ends."""
     answers = search(TorchDecoder(checkpoint.model), sources, GREEDY, SOURCES)
-    return next(
-        source
-        for source, (answer,) in zip(sources, answers, strict=True)
-        if answer.finish_reason == "end"
-    )
+    ends = [one.finish_reason == "end" for (one,) in answers]
+    return sources[ends.index(True)]
 
 
 def test_ending_or_going_on_may_be_a_tie(
@@ -373,12 +366,12 @@ def test_ties_are_accounted_for(
     assert not decisions.defects
     assert decisions.ties
     assert decisions.identical == len(sources) - len(decisions.ties)
-    different = [
-        row
-        for row, source in enumerate(sources)
-        if [item.tokens for item in search(nudged, [source], options, SOURCES)[0]]
-        != [item.tokens for item in search(oracle.reference, [source], options, SOURCES)[0]]
-    ]
+    sides: tuple[Any, Any] = nudged, oracle.reference
+    different = []
+    for row, one in enumerate(sources):
+        answers = [search(each, [one], options, SOURCES)[0] for each in sides]
+        left, right = ([item.tokens for item in answer] for answer in answers)
+        different += [row] * (left != right)
     assert [tie.row for tie in decisions.ties] == different
     assert all(tie.message.endswith("a tie") for tie in decisions.ties)
 
@@ -391,11 +384,10 @@ def test_scores_of_identical_rows_are_compared(
     tally = searched(oracle, decoder, sources, GREEDY)
     decisions = tally.decisions()
     assert decisions.identical == len(sources)
-    errors = []
-    for row, (_, answer) in tally.best.items():
-        tokens = answer.scored_tokens
-        exact = score(oracle, sources[row], tokens, GREEDY.length_penalty)
-        errors.append(abs(answer.score - exact))
+    errors = [
+        abs(answer.score - score(oracle, sources[row], answer.scored_tokens, GREEDY.length_penalty))
+        for row, (_, answer) in tally.best.items()
+    ]
     # The answers are the very ones that were judged, and both sides are exact in float64.
     assert decisions.score_error == pytest.approx(max(errors), rel=1e-9)
     # Above any rounding: the budget is a multiple of torch's own.

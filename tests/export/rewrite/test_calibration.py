@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint, load_samples
@@ -23,6 +24,7 @@ from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.decoding.search import pad_sources, search
 from transferry.runtime.errors import InputError
 
+Array = NDArray[Any]
 LENGTH = 12
 # Linear layers that read the same input.
 SIBLINGS = (
@@ -44,21 +46,29 @@ def calibrated(folder: Path) -> tuple[Checkpoint, list[list[int]], Calibration]:
     return checkpoint, sources, found
 
 
-def test_values_on_the_steps_keep_the_whole_range() -> None:
-    histogram = Histogram()
-    histogram.add(np.arange(0, 64, 0.25, dtype=np.float32))
-    assert histogram.activation() == Activation(0.25, 0, 63.75, 256)
-    histogram = Histogram()
-    histogram.add(np.arange(-127, 128, dtype=np.float32) * 2)
-    assert histogram.activation() == Activation(2.0, 128, 254.0, 255)
+def histogram(*parts: Array) -> Histogram:
+    found = Histogram()
+    for part in parts:
+        found.add(part.astype(np.float32))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (np.arange(0, 64, 0.25), Activation(0.25, 0, 63.75, 256)),
+        (np.arange(-127, 128) * 2, Activation(2.0, 128, 254.0, 255)),
+        (np.zeros(7), Activation(1.0, 0, 0.0, 7)),
+    ],
+    ids=["not negative", "of both signs", "zeros"],
+)
+def test_values_on_the_steps_keep_the_whole_range(values: Array, expected: Activation) -> None:
+    assert histogram(values).activation() == expected
 
 
 def test_a_rare_large_value_is_clipped_as_far_as_it_pays() -> None:
     # (10 - c)^2 + 10^6 (c / 255)^2 / 12 is least at c = 4.38, of hundredths of 10 at 4.4.
-    histogram = Histogram()
-    histogram.add(np.linspace(0, 1, 1_000_000, dtype=np.float32))
-    histogram.add(np.array([10], np.float32))
-    activation = histogram.activation()
+    activation = histogram(np.linspace(0, 1, 1_000_000), np.array([10])).activation()
     assert activation.scale == pytest.approx(4.4 / 255, rel=0.03)
 
 
@@ -66,22 +76,12 @@ def test_counts_do_not_depend_on_the_order() -> None:
     generator = np.random.default_rng(0)
     parts = [generator.standard_normal(500).astype(np.float32) * 4.0**n for n in range(-9, 9)]
     parts += [np.zeros(3, np.float32), np.array([1.0, 2.0**-60], np.float32)]
-    forward, backward, at_once = Histogram(), Histogram(), Histogram()
-    for part in parts:
-        forward.add(part)
-    for part in parts[::-1]:
-        backward.add(part)
-    at_once.add(np.concatenate(parts))
+    forward, backward = histogram(*parts), histogram(*parts[::-1])
+    at_once = histogram(np.concatenate(parts))
     assert forward.counts.sum() == 18 * 500 + 5
     assert forward.counts.tolist() == backward.counts.tolist() == at_once.counts.tolist()
     assert forward.activation() == backward.activation() == at_once.activation()
     assert np.flatnonzero(at_once.counts).max() >= BINS / 2
-
-
-def test_zeros_alone_have_scale_1() -> None:
-    histogram = Histogram()
-    histogram.add(np.zeros(7, np.float32))
-    assert histogram.activation() == Activation(1.0, 0, 0.0, 7)
 
 
 @pytest.mark.parametrize("run", ["run_folder", "writer_run_folder", "reader_run_folder"])
@@ -142,8 +142,8 @@ def test_padding_does_not_count(run_folder: Path) -> None:
     with torch.inference_mode():
         model(*map(torch.from_numpy, (source, source_mask, target)))
     assert len(seen) == 6
-    for name, histogram in seen.items():
-        batch, alone = histogram.activation(), found.activations[f"{name}.weight"]
+    for name, each in seen.items():
+        batch, alone = each.activation(), found.activations[f"{name}.weight"]
         assert alone.values == batch.values
         assert alone.largest == pytest.approx(batch.largest, rel=1e-5)
         assert alone.scale == pytest.approx(batch.scale, rel=0.03)
@@ -178,18 +178,20 @@ def test_of_texts_in_batches_every_token_counts_once(
         assert activation.largest == pytest.approx(found.activations[name].largest, rel=1e-5)
 
 
-def test_nothing_to_calibrate_with_is_refused(run_folder: Path) -> None:
-    checkpoint = load_checkpoint(run_folder)
-    special = checkpoint.tokenizer.special
-    with pytest.raises(InputError, match="found 0 sentences"):
-        calibrate(checkpoint.model, special, [], LENGTH)
-    with pytest.raises(InputError, match="found 2 sentences, 1 of them empty"):
-        calibrate(checkpoint.model, special, [[5, 2], []], LENGTH)
-
-
-def test_activations_that_are_not_finite_are_refused(run_folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("sentences", "message"),
+    [
+        ([], "found 0 sentences"),
+        ([[5, 2], []], "found 2 sentences, 1 of them empty"),
+        ([[7, 2]], "does it pass verify"),
+    ],
+)
+def test_what_cannot_be_calibrated_is_refused(
+    sentences: list[list[int]], message: str, run_folder: Path
+) -> None:
+    """Without sentences, and where activations are not finite."""
     checkpoint = load_checkpoint(run_folder)
     with torch.no_grad():
         checkpoint.model.embedding.weight[7, 3] = torch.nan
-    with pytest.raises(InputError, match="does it pass verify"):
-        calibrate(checkpoint.model, checkpoint.tokenizer.special, [[7, 2]], LENGTH)
+    with pytest.raises(InputError, match=message):
+        calibrate(checkpoint.model, checkpoint.tokenizer.special, sentences, LENGTH)

@@ -30,26 +30,14 @@ NEAR = 0.02
 
 # Options that change how attention is exported. The first and the last are the shapes of the runs
 # that other tests export too.
+WRITER: dict[str, Any] = {"architecture": "decoder-only", "encoder_layers": 0}
+GROUPED: dict[str, Any] = {"positions": "rotary", "key_value_heads": 2, "bias": False}
+LLAMA: dict[str, Any] = dict(norm="rms", norm_order="pre", activation="swiglu", tied=False)
 OPTIONS: dict[str, dict[str, Any]] = {
     "both": {"heads": 2},
-    "both, rotary and grouped": {
-        "decoder_layers": 1,
-        "positions": "rotary",
-        "key_value_heads": 2,
-        "bias": False,
-    },
-    "writer": {"architecture": "decoder-only", "encoder_layers": 0, "decoder_layers": 1},
-    "writer, rotary and grouped": {
-        "architecture": "decoder-only",
-        "encoder_layers": 0,
-        "positions": "rotary",
-        "key_value_heads": 2,
-        "norm": "rms",
-        "norm_order": "pre",
-        "activation": "swiglu",
-        "bias": False,
-        "tied": False,
-    },
+    "both, rotary and grouped": {**GROUPED, "decoder_layers": 1},
+    "writer": {**WRITER, "decoder_layers": 1},
+    "writer, rotary and grouped": {**WRITER, **GROUPED, **LLAMA},
 }
 Made = tuple[Transformer, Calibration, dict[str, Graph], FusedDecoder]
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import gc
 import weakref
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import onnx_ir as ir
@@ -18,11 +18,14 @@ from transferry.export.trace.graph import OPSET, Graph, Traces, export_graph, sp
 from transferry.runtime.bundle.specs import GraphSpec
 
 WIDTH = 4
-SPEC = GraphSpec(
-    "scaled.onnx",
-    (spec("hidden", "float32", "rows", WIDTH),),
-    (spec("logits", "float32", "rows", WIDTH),),
-)
+
+
+def scaled_spec(kind: Literal["float32", "float16"]) -> GraphSpec:
+    given, returned = (spec(name, kind, "rows", WIDTH) for name in ("hidden", "logits"))
+    return GraphSpec("scaled.onnx", (given,), (returned,))
+
+
+SPEC = scaled_spec("float32")
 
 
 class Scaled(nn.Module):
@@ -61,10 +64,8 @@ def test_one_trace_serves_other_weights() -> None:
     first = traces.graph(Scaled(2.0, 3.0), SPEC, OPSET)
     second = traces.graph(Scaled(5.0, 6.0), SPEC, OPSET)
     assert len(traces.modules) == 1
-    assert (weights(first), weights(second)) == (
-        {"scale": 2.0, "bias": 3.0},
-        {"scale": 5.0, "bias": 6.0},
-    )
+    assert weights(first) == {"scale": 2.0, "bias": 3.0}
+    assert weights(second) == {"scale": 5.0, "bias": 6.0}
     first.model.graph[0].name = "changed"
     assert second.model.graph[0].name != "changed"
     # Also for values added to them.
@@ -90,11 +91,7 @@ def test_other_shapes_types_and_modules_are_traced() -> None:
             return hidden + self.bias
 
     traces = Counted()
-    halves = GraphSpec(
-        "scaled.onnx",
-        (spec("hidden", "float16", "rows", WIDTH),),
-        (spec("logits", "float16", "rows", WIDTH),),
-    )
+    halves = scaled_spec("float16")
     for module, kind in (
         (Scaled(2.0, 3.0), SPEC),
         (Unscaled(2.0, 3.0), SPEC),

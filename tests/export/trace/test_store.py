@@ -32,71 +32,52 @@ def arrays(path: Path) -> dict[str, NDArray[np.generic]]:
     return {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in tensors}
 
 
-@pytest.fixture(scope="module")
-def expected(checkpoint: Checkpoint) -> dict[str, NDArray[np.generic]]:
-    """Weights of the model by name: the checkpoint's tensors and the positions."""
+def test_each_weight_is_stored_once_as_the_bytes_of_the_checkpoint(
+    bundle: Bundle, checkpoint: Checkpoint
+) -> None:
+    """The checkpoint's tensors and the table of positions."""
     tensors = {**checkpoint.model.state_dict(), "positions": checkpoint.model.positions}
-    return {f"model.{name}": tensor.numpy() for name, tensor in tensors.items()}
-
-
-@pytest.fixture(scope="module")
-def graphs(bundle: Bundle) -> dict[str, Path]:
-    return {name: bundle.graph(spec) for name, spec in bundle.variant().graphs.items()}
-
-
-def test_weights_are_the_bytes_of_the_checkpoint(
-    graphs: dict[str, Path], expected: dict[str, NDArray[np.generic]]
-) -> None:
-    loaded = {name: arrays(path) for name, path in graphs.items()}
-    named = {name for tensors in loaded.values() for name in tensors if name in expected}
+    expected = {f"model.{name}": tensor.numpy() for name, tensor in tensors.items()}
+    graphs = [bundle.graph(spec) for spec in bundle.variant().graphs.values()]
+    named = set()
+    for path in graphs:
+        loaded = arrays(path)
+        for name in loaded.keys() & expected.keys():
+            named.add(name)
+            assert loaded[name].dtype == expected[name].dtype
+            assert loaded[name].shape == expected[name].shape
+            assert loaded[name].tobytes() == expected[name].tobytes()
     assert named == expected.keys()
-    for tensors in loaded.values():
-        for name in tensors.keys() & expected.keys():
-            assert tensors[name].dtype == expected[name].dtype
-            assert tensors[name].shape == expected[name].shape
-            assert tensors[name].tobytes() == expected[name].tobytes()
-
-
-def test_each_weight_is_stored_once(
-    graphs: dict[str, Path], expected: dict[str, NDArray[np.generic]]
-) -> None:
-    stored = {place for path in graphs.values() for place in places(path).values()}
+    stored = {place for path in graphs for place in places(path).values()}
     large = [array.nbytes for array in expected.values() if array.nbytes >= SMALLEST]
     assert sum(length for _, length in stored) == sum(large)
-    size = (graphs["decoder"].parent / WEIGHTS).stat().st_size
+    size = (graphs[0].parent / WEIGHTS).stat().st_size
     assert sum(large) <= size < sum(large) + len(large) * ALIGNMENT
 
 
 def graph(**initializers: NDArray[np.generic]) -> ir.Model:
     """A graph whose outputs are its initializers."""
     helper = onnx.helper
-    outputs = [
-        helper.make_tensor_value_info(
-            f"{name}_out", helper.np_dtype_to_tensor_dtype(array.dtype), array.shape
-        )
-        for name, array in initializers.items()
-    ]
-    nodes = [helper.make_node("Identity", [name], [f"{name}_out"]) for name in initializers]
-    tensors = [onnx.numpy_helper.from_array(array, name) for name, array in initializers.items()]
+    outputs, nodes, tensors = [], [], []
+    for name, array in initializers.items():
+        kind = helper.np_dtype_to_tensor_dtype(array.dtype)
+        outputs.append(helper.make_tensor_value_info(f"{name}_out", kind, array.shape))
+        nodes.append(helper.make_node("Identity", [name], [f"{name}_out"]))
+        tensors.append(onnx.numpy_helper.from_array(array, name))
     made = helper.make_graph(nodes, "graph", [], outputs, tensors)
     return ir.from_proto(helper.make_model(made, opset_imports=[helper.make_opsetid("", 20)]))
 
 
 def test_equal_bytes_share_a_place_whatever_their_shape(tmp_path: Path) -> None:
     values = np.arange(SMALLEST, dtype=np.float32).reshape(2, -1)
-    write_graphs(
-        [
-            (graph(a=values, other=values + 1), tmp_path / "one.onnx"),
-            (graph(b=values.reshape(-1, 4)), tmp_path / "two.onnx"),
-        ]
-    )
-    assert places(tmp_path / "one.onnx")["a"] == places(tmp_path / "two.onnx")["b"] == (0, 4096)
-    assert places(tmp_path / "one.onnx")["other"] == (4096, 4096)
+    other = values.reshape(-1, 4)
+    one, two = tmp_path / "one.onnx", tmp_path / "two.onnx"
+    write_graphs([(graph(a=values, other=values + 1), one), (graph(b=other), two)])
+    assert places(one)["a"] == places(two)["b"] == (0, 4096)
+    assert places(one)["other"] == (4096, 4096)
     assert (tmp_path / WEIGHTS).stat().st_size == 8192
-    np.testing.assert_array_equal(arrays(tmp_path / "one.onnx")["a"], values, strict=True)
-    np.testing.assert_array_equal(
-        arrays(tmp_path / "two.onnx")["b"], values.reshape(-1, 4), strict=True
-    )
+    np.testing.assert_array_equal(arrays(one)["a"], values, strict=True)
+    np.testing.assert_array_equal(arrays(two)["b"], other, strict=True)
 
 
 def test_graphs_written_one_after_another_give_the_same_files(tmp_path: Path) -> None:
