@@ -4,12 +4,15 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import onnx_ir as ir
+import onnxruntime
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tests.conftest import Once, make_run
@@ -27,11 +30,12 @@ from transferry.export.oracle.oracle import Oracle
 from transferry.export.recipes import RECIPES
 from transferry.export.rewrite.calibration import Calibration, Histogram, LinearObserver
 from transferry.export.rewrite.kv_scales import KVRanges, fold_kv_scales
-from transferry.export.trace.graph import Graph
+from transferry.export.trace.graph import Graph, export_graph
 from transferry.export.trace.store import write_graphs
 from transferry.export.verify import Request, verify_against
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.manifest import Manifest
+from transferry.runtime.bundle.specs import GraphSpec, TensorSpec
 from transferry.runtime.ort.open_model import ServedModel, open_model
 from transferry.runtime.ort.portable_decoder import PortableDecoder
 from transferry.runtime.ort.session import SessionOptions
@@ -42,10 +46,13 @@ from transferry.runtime.tokenizer.byte_pair import SINGLE_BYTES, SOURCES, Specia
 BYTES = Tokenizer("bytes", r"\S+|\s+", {byte: rank for rank, byte in enumerate(SINGLE_BYTES)})
 
 
+# Shared: perturb a copy of the model.
+loaded = cache(load_checkpoint)
+
+
 @pytest.fixture(scope="session")
 def checkpoint(run_folder: Path) -> Checkpoint:
-    """Shared: perturb a copy of the model."""
-    return load_checkpoint(run_folder)
+    return loaded(run_folder)
 
 
 @pytest.fixture(scope="session")
@@ -72,6 +79,17 @@ def decoder(bundle: Bundle) -> PortableDecoder:
 @pytest.fixture(scope="session")
 def oracle(checkpoint: Checkpoint) -> Oracle:
     return Oracle.of(checkpoint.model, checkpoint.tokenizer.special, Tolerance())
+
+
+ARCHITECTURES = {"both": "", "writer": "writer_", "reader": "reader_"}
+
+
+@pytest.fixture(scope="session", params=ARCHITECTURES.values(), ids=list(ARCHITECTURES))
+def pair(request: pytest.FixtureRequest) -> tuple[Checkpoint, Bundle]:
+    """The checkpoint and the bundle of each architecture."""
+    run, bundle = (f"{request.param}{name}_folder" for name in ("run", "bundle"))
+    checkpoint = loaded(request.getfixturevalue(run))
+    return checkpoint, Bundle.load(request.getfixturevalue(bundle))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -117,6 +135,22 @@ def require_torchs_answers(
     found = compare_cases(Oracle.of(model, special, Tolerance()), served, cases)
     assert len(found) >= 2 * len(cases)
     assert [f"{item.case}: {item.tensor}: {item.fault}" for item in found if item.fault] == []
+
+
+def exported_layers(module: torch.nn.Module, **widths: int) -> Graph:
+    """The graph of a module: tokens [batch, source] -> each output [batch, source, width]."""
+    tokens = TensorSpec("tokens", "source", "int64", ("batch", "source"))
+    outputs = [
+        TensorSpec(name, "hidden", "float32", ("batch", "source", width))
+        for name, width in widths.items()
+    ]
+    return export_graph(module, GraphSpec("layers.onnx", (tokens,), tuple(outputs)))
+
+
+def in_onnxruntime(model: ir.Model) -> Callable[[NDArray[Any]], Any]:
+    """Opens a graph; the result gives its outputs for tokens."""
+    session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString())
+    return lambda tokens: session.run(None, {"tokens": tokens})
 
 
 def written(folder: Path, model: Transformer, name: str, graphs: dict[str, Graph]) -> Bundle:
@@ -259,16 +293,8 @@ def all_variants(export_all: Callable[[Path], Bundle], once: Once) -> Bundle:
 
 def random_reader(**changes: Any) -> Transformer:
     """An encoder of two layers of two heads, whose weights depend on the seed alone."""
-    shape: dict[str, Any] = dict(
-        architecture="encoder-only",
-        vocabulary_size=40,
-        d_model=16,
-        heads=2,
-        encoder_layers=2,
-        decoder_layers=0,
-        d_ff=24,
-        max_positions=24,
-    )
+    shape: dict[str, Any] = dict(vocabulary_size=40, d_model=16, heads=2, d_ff=24, max_positions=24)
+    shape |= dict(architecture="encoder-only", encoder_layers=2, decoder_layers=0)
     torch.manual_seed(0)
     model = Transformer(ModelConfig(**(shape | changes)))
     with torch.no_grad():

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from transferry.build_model.checkpoint import Checkpoint, load_checkpoint
+from tests.export.conftest import loaded
+from transferry.build_model.checkpoint import Checkpoint
 from transferry.build_model.model import attention, layers, transformer
 from transferry.build_model.model.attention import KeyValues, MultiHeadAttention, Rotation
 from transferry.build_model.model.transformer import Transformer
@@ -191,30 +192,17 @@ DEFECTS = [
         *(layers.FeedForward.forward, "self.activation(inner)", "Gelu"),
     ),
 ]
-ARCHITECTURES = {each.bundle: each.bundle.replace("bundle", "run") for each in DEFECTS}
 
 
-@functools.cache
-def model_of(run: Path) -> Transformer:
-    return load_checkpoint(run).model
-
-
-@pytest.fixture(params=ARCHITECTURES)
-def pair(request: pytest.FixtureRequest) -> tuple[Transformer, Bundle]:
-    """The model and the bundle of each architecture."""
-    run = request.getfixturevalue(ARCHITECTURES[request.param])
-    return model_of(run), Bundle.load(request.getfixturevalue(request.param))
-
-
-def test_an_honest_bundle_has_no_fault(pair: tuple[Transformer, Bundle]) -> None:
-    assert find(*pair) is None
+def test_an_honest_bundle_has_no_fault(pair: tuple[Checkpoint, Bundle]) -> None:
+    assert find(pair[0].model, pair[1]) is None
 
 
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: str(defect.plant.__name__))
 def test_a_defect_of_the_exporter_is_found_where_it_is(
     defect: Defect, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    model = model_of(request.getfixturevalue(ARCHITECTURES[defect.bundle]))
+    model = loaded(request.getfixturevalue(defect.bundle.replace("bundle", "run"))).model
     right, folder = Bundle.load(request.getfixturevalue(defect.bundle)), tmp_path / "bundle"
     origin = found(model, *exported_wrongly(right, model, defect.plant, defect.graph, folder))
     assert (origin.graph, origin.module) == (defect.graph, defect.module)
@@ -370,8 +358,8 @@ def test_values_that_another_operator_renamed_keep_their_modules(
     assert len(same) > 90
 
 
-def test_the_program_in_float64_is_the_oracle(pair: tuple[Transformer, Bundle]) -> None:
-    model, bundle = pair
+def test_the_program_in_float64_is_the_oracle(pair: tuple[Checkpoint, Bundle]) -> None:
+    model, bundle = pair[0].model, pair[1]
     oracle = copy.deepcopy(model).double()
     case = random_case(model.config, 2, 5, 3, seed=0)
     for name, spec in bundle.variant().graphs.items():

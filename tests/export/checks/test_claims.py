@@ -9,7 +9,7 @@ import pytest
 
 from tests.export.conftest import verified
 from tests.sealed import records
-from transferry.build_model.checkpoint import Checkpoint, load_checkpoint
+from transferry.build_model.checkpoint import Checkpoint
 from transferry.export.checks.claims import manifest_claims, recorded_claim
 from transferry.export.oracle.oracle import Oracle
 from transferry.runtime.bundle.bundle import Bundle
@@ -74,10 +74,8 @@ def problems(checkpoint: Checkpoint, bundle: Bundle) -> dict[str, str]:
     return {c.name: c.problem for c in manifest_claims(checkpoint, bundle) if c.problem}
 
 
-@pytest.mark.parametrize("kind", ["", "writer_", "reader_"])
-def test_an_honest_bundle_says_what_the_run_says(kind: str, request: pytest.FixtureRequest) -> None:
-    checkpoint = load_checkpoint(request.getfixturevalue(f"{kind}run_folder"))
-    bundle = Bundle.load(request.getfixturevalue(f"{kind}bundle_folder"))
+def test_an_honest_bundle_says_what_the_run_says(pair: tuple[Checkpoint, Bundle]) -> None:
+    checkpoint, bundle = pair
     assert problems(checkpoint, bundle) == {}
     oracle = Oracle.of(checkpoint.model, checkpoint.tokenizer.special, Tolerance())
     assert recorded_claim(bundle, bundle.variant(), oracle).problem == ""

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from transferry.build_model.checkpoint import Checkpoint, load_checkpoint
+from transferry.build_model.checkpoint import Checkpoint
 from transferry.build_model.model.transformer import Transformer
 from transferry.export.checks.numbers import compare_cases
 from transferry.export.faults.fault import Fault, rare_tokens
@@ -26,17 +26,7 @@ from transferry.runtime.ort.open_model import ServedModel, open_model
 from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.proof.compare import Tolerance
 
-ARCHITECTURES = ("", "writer_", "reader_")
 Pair = tuple[Checkpoint, Bundle]
-
-
-@pytest.fixture(scope="session", params=ARCHITECTURES, ids=["both", "writer", "reader"])
-def pair(request: pytest.FixtureRequest) -> Pair:
-    """A run and its bundle, of each architecture."""
-    run = request.getfixturevalue(f"{request.param}run_folder")
-    return load_checkpoint(run), Bundle.load(
-        request.getfixturevalue(f"{request.param}bundle_folder")
-    )
 
 
 def named(kind: str) -> Fault:

@@ -87,11 +87,9 @@ def test_the_self_test_plants_them_and_a_blunt_check_is_found_out(
 
     monkeypatch.setattr(module, "one_graph_faults", lengths_alone)
     found = tested(side, LIMIT, stored=False)["generate: wrong lengths"]
-    assert (found.kind, found.changes_answer, found.passed) == (
-        "generate: wrong lengths",
-        True,
-        True,
-    )
+    assert found.kind == "generate: wrong lengths"
+    assert found.changes_answer
+    assert found.passed
     assert found.caught_by not in ("", WEIGHTS, GRAPHS)
     monkeypatch.setattr(module, "whole_searches", lambda *_: [])
     missed = tested(side, LIMIT, stored=False)["generate: wrong lengths"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from random_faults import random_faults
-from tests.export.conftest import exported
+from tests.export.conftest import ARCHITECTURES, exported
 from tests.export.faults.bundles import Side, bundle_test, side_of, tested
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint, load_samples
 from transferry.export.bundle import Contents
@@ -34,7 +34,7 @@ HARMLESS = {
 }
 
 
-@pytest.fixture(scope="module", params=["", "writer_", "reader_"], ids=["both", "writer", "reader"])
+@pytest.fixture(scope="module", params=ARCHITECTURES.values(), ids=list(ARCHITECTURES))
 def side(request: pytest.FixtureRequest) -> Side:
     return side_of(request, f"{request.param}run_folder", f"{request.param}bundle_folder", [])
 
@@ -74,8 +74,7 @@ def test_every_fault_that_changes_an_answer_is_caught(side: Side) -> None:
     assert progress == [(number + 1, len(found)) for number in range(len(found))]
 
     assert {found[kind].caught_by for kind in ("truncated external data", FELL_BACK)} == {
-        "loading",
-        "session",
+        *("loading", "session")
     }
     assert found["another tokenizer"].caught_by == "tokenizer"
     assert found["a dimension frozen while tracing"].caught_by == "running"

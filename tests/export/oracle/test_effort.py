@@ -1,6 +1,7 @@
 """Less is checked of a larger model, in each respect, and everything of a small one."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -27,18 +28,12 @@ SIZES = ("positions", "longest", "rows", "batch_rows")
 
 def large(layers: int) -> Transformer:
     """A model without weights of 12.6 million parameters a layer."""
-    config = ModelConfig(
-        architecture="decoder-only",
-        vocabulary_size=8_000,
-        d_model=1024,
-        heads=16,
-        d_ff=4096,
-        encoder_layers=0,
-        decoder_layers=layers,
-        max_positions=2048,
-    )
+    shape: dict[str, Any] = dict(d_model=1024, heads=16, d_ff=4096, encoder_layers=0)
+    limits: dict[str, Any] = dict(vocabulary_size=8_000, max_positions=2048)
     with torch.device("meta"):
-        return Transformer(config)
+        return Transformer(
+            ModelConfig(architecture="decoder-only", decoder_layers=layers, **shape, **limits)
+        )
 
 
 def test_of_a_small_model_everything_is_checked(checkpoint: Checkpoint) -> None:

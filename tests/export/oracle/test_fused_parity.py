@@ -27,11 +27,8 @@ def test_true_variant_passes(
     report.require()
     screened = ["greedy, screened"] if name == "cpu-fp32" else []
     assert [item.search for item in report.decisions] == [
-        "greedy",
-        "beam 4",
-        "sampling of every 4th row",
-        "top-k and top-p sampling of every 4th row",
-        "constrained beam 2 of every 4th row",
+        *("greedy", "beam 4", "sampling of every 4th row"),
+        *("top-k and top-p sampling of every 4th row", "constrained beam 2 of every 4th row"),
         *screened,
     ]
     assert len(report.comparisons) > 38 * 9
@@ -103,9 +100,8 @@ def test_rows_of_the_largest_batch_are_verified(
     found = {item.case for item in numbers.comparisons if item.fault}
     assert shown in found <= {shown, f"{shown}, rows leave"}
     small = random_case(calm.model.config, 1, 2, 1, seed=0)
-    monkeypatch.setattr(
-        "transferry.export.oracle.effort.largest_batches", lambda config, rows: [small]
-    )
+    batches = "transferry.export.oracle.effort.largest_batches"
+    monkeypatch.setattr(batches, lambda config, rows: [small])
     answers = verified(calm, faulty, texts[:2], name)
     assert {item.stage for item in answers.comparisons if item.fault} == set()
     assert not answers.decisions[0].passed

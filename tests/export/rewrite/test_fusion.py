@@ -5,13 +5,14 @@ from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime
 import pytest
 import torch
 from torch import Tensor, nn
 
 from tests.export.conftest import (
+    exported_layers,
     graphs_of,
+    in_onnxruntime,
     opened,
     random_reader,
     require_torchs_answers,
@@ -23,8 +24,7 @@ from transferry.export.rewrite import fusion
 from transferry.export.rewrite.fused import linear_layers
 from transferry.export.rewrite.fusion import FloatKernels, Fusion, find_linear
 from transferry.export.trace.editing import drop_unused, register
-from transferry.export.trace.graph import Graph, export_graph
-from transferry.runtime.bundle.specs import GraphSpec, TensorSpec
+from transferry.export.trace.graph import Graph
 from transferry.runtime.errors import ParityError
 from transferry.runtime.ort.open_model import ServedModel
 
@@ -132,29 +132,20 @@ class Mixed(nn.Module):
         return inner.cumsum(dim=1), self.three(shifted * centred).sigmoid(), first * y
 
 
-def test_a_value_may_be_read_as_a_matrix_and_in_three_dimensions(tmp_path: Path) -> None:
+def test_a_value_may_be_read_as_a_matrix_and_in_three_dimensions() -> None:
     torch.manual_seed(0)
     module = Mixed()
-    tokens = TensorSpec("tokens", "source", "int64", ("batch", "source"))
-    names = ("sums", "scores", "squares")
-    widths = (6, 6, 4)
-    outputs = tuple(
-        TensorSpec(name, "hidden", "float32", ("batch", "source", width))
-        for name, width in zip(names, widths, strict=True)
-    )
-    graph = export_graph(module, GraphSpec("mixed.onnx", (tokens,), outputs))
+    graph = exported_layers(module, sums=6, scores=6, squares=4)
     assert Fusion(graph, FloatKernels(with_relu=True)).run() == 3
     drop_unused(graph.model.graph)
     count = Counter(node.op_type for node in graph.model.graph)
     assert (count["Gemm"], count["FusedGemm"], count["MatMul"]) == (2, 1, 0)
-    ir.save(graph.model, tmp_path / "mixed.onnx")
-    session = onnxruntime.InferenceSession(tmp_path / "mixed.onnx")
+    run = in_onnxruntime(graph.model)
     for shape in ((1, 1), (2, 3), (3, 2), (4, 7)):
         ids = torch.randint(0, 9, shape)
         with torch.inference_mode():
             expected = module(ids)
-        found = session.run(None, {"tokens": ids.numpy()})
-        for one, other in zip(found, expected, strict=True):
+        for one, other in zip(run(ids.numpy()), expected, strict=True):
             assert one.shape == other.shape
             np.testing.assert_allclose(one, other.numpy(), rtol=1e-5, atol=1e-6)
 
@@ -199,21 +190,14 @@ def upstream(value: ir.Value) -> set[str]:
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_power_of_two_divides_within_the_product_to_the_bit(tmp_path: Path, bias: bool) -> None:
-    tokens = TensorSpec("tokens", "source", "int64", ("batch", "source"))
-    outputs = tuple(
-        TensorSpec(name, "hidden", "float32", ("batch", "source", 6)) for name in "abcde"
-    )
+def test_a_power_of_two_divides_within_the_product_to_the_bit(bias: bool) -> None:
     results = []
     for divided in (False, True):
-        spec = GraphSpec("divided.onnx", (tokens,), outputs)
-        graph = export_graph(Divided(bias, divided), spec)
+        graph = exported_layers(Divided(bias, divided), **dict.fromkeys("abcde", 6))
         Fusion(graph, FloatKernels(with_relu=True)).run()
         model = graph.model
         assert Counter(node.op_type for node in model.graph)["Gemm"] == len(QUOTIENTS)
-        ir.save(model, tmp_path / "divided.onnx")
-        session = onnxruntime.InferenceSession(tmp_path / "divided.onnx")
-        results.append(session.run(None, {"tokens": np.arange(9).reshape(3, 3)}))
+        results.append(in_onnxruntime(model)(np.arange(9).reshape(3, 3)))
     for whole, found, value, (divisor, inverse, left) in zip(
         *results, model.graph.outputs, QUOTIENTS, strict=True
     ):

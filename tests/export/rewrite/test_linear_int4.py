@@ -66,21 +66,18 @@ def test_bytes_are_in_onnxruntimes_order(inputs: int, bits: int) -> None:
     node = helper.make_node(
         "MatMulNBits", ["x", "weight", "scales"], ["y"], domain="com.microsoft", **attributes
     )
-    graph = helper.make_graph(
-        [node],
-        "product",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["rows", inputs])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["rows", 5])],
-        [
-            numpy_helper.from_array(found.packed(), "weight"),
-            numpy_helper.from_array(found.scales, "scales"),
-        ],
+    x, y = (
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, ["rows", width])
+        for name, width in (("x", inputs), ("y", 5))
     )
+    stored: dict[str, Any] = {"weight": found.packed(), "scales": found.scales}
+    weights = [numpy_helper.from_array(array, name) for name, array in stored.items()]
+    graph = helper.make_graph([node], "product", [x], [y], weights)
     opsets = [helper.make_opsetid("", 20), helper.make_opsetid("com.microsoft", 1)]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
     session = onnxruntime.InferenceSession(model.SerializeToString())
-    x = np.eye(inputs, dtype=np.float32)  # which no block of rounds away
-    (given,) = session.run(None, {"x": x})
+    # No block rounds any of it away.
+    (given,) = session.run(None, {"x": np.eye(inputs, dtype=np.float32)})
     values = (found.integers * found.scales[..., None]).reshape(5, -1)[:, :inputs]
     np.testing.assert_allclose(given, values.T, rtol=1e-6, atol=1e-6)
 
@@ -97,9 +94,8 @@ def test_a_model_is_what_torch_rounding_alike_computes(name: str, tmp_path: Path
     assert sharp
     assert max(item.error for item in sharp) < 2e-6
     # And it does round: the model as trained is further off.
-    plain = compare_cases(
-        Oracle.of(model, SOURCES, Tolerance()), decoder, single_tokens(model.config)
-    )
+    trained = Oracle.of(model, SOURCES, Tolerance())
+    plain = compare_cases(trained, decoder, single_tokens(model.config))
     assert max(item.error for item in plain) > 1e-3
 
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from tests.export.conftest import exported_layers, in_onnxruntime, opened
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.build_model.model.transformer import Transformer
 from transferry.export.oracle.cases import random_case
@@ -25,12 +25,8 @@ from transferry.export.rewrite.linear_int8 import Int8Kernels, int8_rows
 from transferry.export.rewrite.weight_int8 import quantised
 from transferry.export.torch_model import TorchDecoder
 from transferry.export.trace.editing import drop_unused, replace_lookups
-from transferry.export.trace.graph import export_graph
 from transferry.runtime.bundle.bundle import Bundle
-from transferry.runtime.bundle.specs import GraphSpec, TensorSpec
 from transferry.runtime.ort.fused_decoder import FusedDecoder
-from transferry.runtime.ort.open_model import open_model
-from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.proof.compare import observe
 
 
@@ -42,7 +38,7 @@ def graphs(all_variants: Bundle) -> dict[str, ir.Model]:
 
 @pytest.fixture(scope="module")
 def decoder(all_variants: Bundle) -> FusedDecoder:
-    model = open_model(all_variants, all_variants.variant("cpu-int8"), SessionOptions())
+    model = opened(all_variants, "cpu-int8")
     assert isinstance(model, FusedDecoder)
     return model
 
@@ -191,34 +187,24 @@ def emulated(x: Tensor, linear: nn.Linear, activation: Activation) -> Tensor:
     ],
 )
 def test_arithmetic_is_what_the_scales_say(
-    reads: str, zero: int, other_zero: int, relus: int, tmp_path: Path
+    reads: str, zero: int, other_zero: int, relus: int
 ) -> None:
     """The ReLU is dropped exactly where every reader quantises with zero point 0."""
     torch.manual_seed(0)
     module = Layers(reads)
-    tokens = TensorSpec("tokens", "source", "int64", ("batch", "source"))
-    widths = {"y": 4, "inner": 6} if reads == "output" else {"y": 4}
-    outputs = tuple(
-        TensorSpec(name, "hidden", "float32", ("batch", "source", width))
-        for name, width in widths.items()
-    )
-    exported = export_graph(module, GraphSpec("layers.onnx", (tokens,), outputs))
+    exported = exported_layers(module, y=4, **({"inner": 6} if reads == "output" else {}))
     graph = exported.model
-    activations = {
-        "inner.weight": Activation(0.011, 128, 2.0, 1),
-        "outer.weight": Activation(0.0037 if zero == 0 else 0.0073, zero, 1.0, 1),
-        "other.weight": Activation(0.0037 if other_zero == 0 else 0.0073, other_zero, 1.0, 1),
-    }
-    kernels = Int8Kernels(activations)
-    linears = Fusion(exported, kernels).run()
+    activations = {"inner.weight": Activation(0.011, 128, 2.0, 1)}
+    for name, point in (("outer", zero), ("other", other_zero)):
+        scale = 0.0073 if point else 0.0037
+        activations[f"{name}.weight"] = Activation(scale, point, 1.0, 1)
+    linears = Fusion(exported, Int8Kernels(activations)).run()
     assert linears == 3 - (reads != "linear")
     replace_lookups(graph.graph, "embedding.weight", int8_rows)
     drop_unused(graph.graph)
     count = operators(graph)
     assert count["Relu"] == relus
     assert count["QuantizeLinear"] == 2 + (reads == "linear" and zero != other_zero)
-    ir.save(graph, tmp_path / "layers.onnx")
-    session = onnxruntime.InferenceSession(tmp_path / "layers.onnx")
 
     ids = torch.arange(9).view(3, 3)
     with torch.inference_mode():
@@ -233,8 +219,7 @@ def test_arithmetic_is_what_the_scales_say(
         if reads == "float":
             y = y + inner[..., :4]
     expected = [y, inner] if reads == "output" else [y]
-    found = session.run(None, {"tokens": ids.numpy()})
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(in_onnxruntime(graph)(ids.numpy()), expected, strict=True):
         np.testing.assert_allclose(one, other.numpy(), rtol=1e-6, atol=1e-6)
 
 
@@ -250,20 +235,16 @@ class Lookup(nn.Module):
         return y
 
 
-def test_lookup_is_scales_times_integers(tmp_path: Path) -> None:
+def test_lookup_is_scales_times_integers() -> None:
     torch.manual_seed(0)
     module = Lookup()
-    tokens = TensorSpec("tokens", "source", "int64", ("batch", "source"))
-    x = TensorSpec("x", "hidden", "float32", ("batch", "source", 32))
-    graph = export_graph(module, GraphSpec("lookup.onnx", (tokens,), (x,))).model
+    graph = exported_layers(module, x=32).model
     replace_lookups(graph.graph, "another.weight", int8_rows)
     assert operators(graph)["Gather"] == 1, "another embedding stays as it is"
     replace_lookups(graph.graph, "embedding.weight", int8_rows)
     drop_unused(graph.graph)
     assert "embedding.weight" not in graph.graph.initializers
-    ir.save(graph, tmp_path / "lookup.onnx")
-    session = onnxruntime.InferenceSession(tmp_path / "lookup.onnx")
     ids = np.arange(50).reshape(5, 10)
-    (found,) = session.run(None, {"tokens": ids})
+    (found,) = in_onnxruntime(graph)(ids)
     integers, scales = quantised(module.embedding.weight.detach().numpy())
     assert found.tobytes() == (integers * scales[:, None] * 2)[ids].tobytes()

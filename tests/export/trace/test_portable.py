@@ -44,11 +44,8 @@ def tensor_specs(values: list[onnx.ValueInfoProto]) -> list[tuple[str, str, tupl
     ]
 
 
-def test_bundle_has_these_graphs(bundle: Bundle) -> None:
+def test_graphs_have_standard_operators_alone(bundle: Bundle, model: onnx.ModelProto) -> None:
     assert tuple(bundle.variant().graphs) == GRAPHS
-
-
-def test_operators_are_standard(bundle: Bundle, model: onnx.ModelProto) -> None:
     assert bundle.variant().opset == OPSET
     assert {entry.domain: entry.version for entry in model.opset_import} == {"": OPSET}
     assert not model.functions
@@ -110,13 +107,12 @@ def test_sizes_beyond_the_manifest_are_refused(bundle: Bundle) -> None:
         session.run(None, feeds)
 
 
-def test_no_trace_of_the_exporting_machine(bundle: Bundle, spec: GraphSpec) -> None:
+def test_no_trace_of_the_exporting_machine(
+    bundle: Bundle, spec: GraphSpec, model: onnx.ModelProto
+) -> None:
     content = bundle.graph(spec).read_bytes()
     for trace in (b".py", b"stack_trace", b"pkg.torch", b"/home/", str(CHECKOUT).encode()):
         assert trace not in content
-
-
-def test_no_metadata(model: onnx.ModelProto) -> None:
     graph = model.graph
     for item in (model, graph, *graph.node, *graph.input, *graph.output, *graph.initializer):
         assert not item.doc_string
