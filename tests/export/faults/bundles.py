@@ -46,7 +46,7 @@ def bundle_test(
     return BundleTest(subject, oracle, sources, fresh)
 
 
-def tested(
+def self_tested(
     side: Side,
     tolerance: Tolerance | None = None,
     *,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.export.faults.bundles import Side, bundle_test, side_of, tested
+from tests.export.faults.bundles import Side, bundle_test, self_tested, side_of
 from transferry.build_model.checkpoint import load_samples
 from transferry.export.checks.graphs import GRAPHS
 from transferry.export.checks.weights import WEIGHTS
@@ -86,11 +86,11 @@ def test_the_self_test_plants_them_and_a_blunt_check_is_found_out(
         return [fault for fault in one_graph_faults(copy) if fault.kind.endswith("wrong lengths")]
 
     monkeypatch.setattr(module, "one_graph_faults", lengths_alone)
-    found = tested(side, LIMIT, stored=False)["generate: wrong lengths"]
+    found = self_tested(side, LIMIT, stored=False)["generate: wrong lengths"]
     assert found.kind == "generate: wrong lengths"
     assert found.changes_answer
     assert found.passed
     assert found.caught_by not in ("", WEIGHTS, GRAPHS)
     monkeypatch.setattr(module, "whole_searches", lambda *_: [])
-    missed = tested(side, LIMIT, stored=False)["generate: wrong lengths"]
+    missed = self_tested(side, LIMIT, stored=False)["generate: wrong lengths"]
     assert (missed.changes_answer, missed.passed) == (True, False)

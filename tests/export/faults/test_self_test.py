@@ -9,7 +9,7 @@ import pytest
 
 from random_faults import random_faults
 from tests.export.conftest import ARCHITECTURES, exported
-from tests.export.faults.bundles import Side, bundle_test, side_of, tested
+from tests.export.faults.bundles import Side, bundle_test, self_tested, side_of
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint, load_samples
 from transferry.export.bundle import Contents
 from transferry.export.checks.weights import WEIGHTS
@@ -62,7 +62,7 @@ def test_every_fault_that_changes_an_answer_is_caught(side: Side) -> None:
     checkpoint, bundle, _ = side
     before = content(bundle.folder)
     progress: list[tuple[int, int]] = []
-    found = tested(side, blunt(), done=lambda done, total: progress.append((done, total)))
+    found = self_tested(side, blunt(), done=lambda done, total: progress.append((done, total)))
     assert content(bundle.folder) == before
     changing = {kind for kind, item in found.items() if item.changes_answer}
     assert len(changing) >= 14
@@ -86,7 +86,7 @@ def test_gate_with_a_blunt_tolerance_is_found_out(
     kinds = ("one weight off by 1 %", "one weight off by one ULP", "padding mask dropped")
     some(monkeypatch, *kinds)
     no_weights(monkeypatch)
-    found = tested(without_text(side), blunt(1e9), stored=False)
+    found = self_tested(without_text(side), blunt(1e9), stored=False)
     assert [found[kind].passed for kind in kinds] == [False, True, False]
     assert [found[kind].changes_answer for kind in kinds] == [True, False, True]
     report = ParityReport("b", {}, Tolerance(), [], self_test=list(found.values()))
@@ -96,7 +96,7 @@ def test_gate_with_a_blunt_tolerance_is_found_out(
         report.require()
     some(monkeypatch, kinds[0])
     monkeypatch.setattr(Tolerance, "factor", 1e9)
-    found = tested(without_text(side), blunt(1e9), stored=False)
+    found = self_tested(without_text(side), blunt(1e9), stored=False)
     assert not found[kinds[0]].passed, "a blunt default hides nothing"
 
 
@@ -107,9 +107,9 @@ def test_gate_without_cases_still_has_the_searches(
     monkeypatch.setattr(module, "lengths", lambda config, sources: [])
     some(monkeypatch, "weights of an untrained model")
     no_weights(monkeypatch)
-    found = tested(side, blunt(), stored=False)["weights of an untrained model"]
+    found = self_tested(side, blunt(), stored=False)["weights of an untrained model"]
     assert found.caught_by in {"greedy", "text"}
-    missed = tested(without_text(side), blunt(), stored=False)["weights of an untrained model"]
+    missed = self_tested(without_text(side), blunt(), stored=False)["weights of an untrained model"]
     assert (missed.changes_answer, missed.caught_by) == (True, "")
 
 
@@ -117,9 +117,9 @@ def test_guard_that_lets_the_cpu_pass_for_cuda_is_found_out(
     side: Side, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     some(monkeypatch)
-    assert tested(without_text(side), blunt())[FELL_BACK].passed
+    assert self_tested(without_text(side), blunt())[FELL_BACK].passed
     monkeypatch.setattr(module, "require_provider", lambda session, provider: None)
-    assert not tested(without_text(side), blunt())[FELL_BACK].passed
+    assert not self_tested(without_text(side), blunt())[FELL_BACK].passed
 
 
 def test_other_tokens_change_an_answer(
@@ -142,7 +142,7 @@ def test_bundle_that_fails_by_itself_is_refused(side: Side) -> None:
     checkpoint, bundle, sources = side
     other = dataclasses.replace(checkpoint, model=type(checkpoint.model)(checkpoint.model.config))
     with pytest.raises(ParityError, match="does not pass as it is"):
-        tested((other, bundle, sources), blunt())
+        self_tested((other, bundle, sources), blunt())
 
 
 def test_weights_of_half_precision_are_rounded_further(
@@ -155,7 +155,7 @@ def test_weights_of_half_precision_are_rounded_further(
     bundle = exported(other, tmp_path / "bundle", Contents(load_samples(run_folder)))
     kind = "all weights rounded"
     some(monkeypatch, kind)
-    planted = tested((other, bundle, []), blunt())[kind]
+    planted = self_tested((other, bundle, []), blunt())[kind]
     assert planted.planted.endswith("tensors, to 7 bits of mantissa")
     assert planted.caught_by == "encoder"
 
