@@ -30,23 +30,13 @@ def test_names_are_found_wherever_a_tensor_may_be() -> None:
     ]
     outer = graph("outer", *nodes, weight=tensor("w", "weights.bin"))
     outer.initializer.append(tensor("u", "weights.bin"))
-    function = helper.make_function(
-        "d",
-        "f",
-        [],
-        ["k"],
-        [helper.make_node("Constant", [], ["k"], value=tensor("k", "function.bin"))],
-        [helper.make_opsetid("", 20)],
-    )
+    inside = helper.make_node("Constant", [], ["k"], value=tensor("k", "function.bin"))
+    opset = helper.make_opsetid("", 20)
+    function = helper.make_function("d", "f", [], ["k"], [inside], [opset])
     model = helper.make_model(outer, functions=[function])
-    assert sorted(external_files(model.SerializeToString())) == [
-        "attribute.bin",
-        "function.bin",
-        "list.bin",
-        "sparse.bin",
-        "subgraph.bin",
-        "weights.bin",
-    ]
+    places = ("attribute", "function", "list", "sparse", "subgraph", "weights")
+    expected = [f"{place}.bin" for place in places]
+    assert sorted(external_files(model.SerializeToString())) == expected
 
 
 def test_a_graph_of_its_own_weights_names_nothing() -> None:

@@ -77,16 +77,11 @@ def test_what_a_template_raises_is_told_and_ends_there(source: str, message: str
             bad.render([USER])
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-        "{{ 9 ** (9 ** 9) }}",
-    ],
-)
-def test_a_template_that_takes_for_ever_is_ended(source: str) -> None:
-    with pytest.raises(InputError, match="took more than 1 seconds"):
-        Renderer(source, seconds=1).render({})
+def test_a_template_that_takes_for_ever_is_ended() -> None:
+    loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    for source in (loops, "{{ 9 ** (9 ** 9) }}"):
+        with pytest.raises(InputError, match="took more than 1 seconds"):
+            Renderer(source, seconds=1).render({})
 
 
 def test_an_interrupted_answer_does_not_come_with_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
