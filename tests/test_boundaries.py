@@ -26,7 +26,6 @@ STILL_OVERSIZED = {
     "tests/build_model/importing/huggingface/test_classifiers.py: test_jobs_with_heads",
     "tests/build_model/importing/huggingface/test_classifiers.py: "
     "test_labels_through_bundle_and_engine_are_theirs",
-    "tests/export/oracle/test_divergence.py",
 }
 
 # Training shares these with the runtime: it reads the same files, raises the same errors, keeps
