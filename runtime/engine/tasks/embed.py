@@ -125,9 +125,10 @@ def embed(
 
 
 def embedding_width(engine: OpenBundle, pooling: Pooling | None) -> int:
-    """Returns the length of the vectors."""
+    """Returns the length of the vectors; raises UsageError for other bundles."""
+    graph = engine.encoder.variant.graphs["encoder"]
     if pooling is None and engine.bundle.embeds:
-        return int(engine.encoder.variant.graphs["encoder"].tensor("head").shape[-1])
+        return int(graph.tensor("head").shape[-1])
     return int(engine.bundle.manifest.model["d_model"])
 
 
