@@ -1,4 +1,4 @@
-"""Runs every row of docs/errors.md: its command, on the bad input in its first cell.
+"""Runs every entry of docs/errors.md: its command, on the bad input that it names.
 
 Each command runs in a folder with a bundle, its checkpoint, input lines and training pairs; the
 function registered for the row spoils the file in question.
@@ -28,6 +28,9 @@ from transferry.runtime.doctor import check_cuda
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "errors.md"
 
+# - bad input (`options`, exit code): message
+ENTRY = re.compile(r"- ([^(]+) \((?:`([^`]+)`, )?(\d+)\): (.+)")
+
 Spoiler = Callable[[Path], object]
 
 
@@ -36,7 +39,7 @@ ANSWERS = frozenset(f"answers.jsonl{suffix}" for suffix in ("", ".settings.toml"
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a table."""
+    """An entry of a list."""
 
     bad_input: str
     command: str
@@ -50,23 +53,17 @@ class Row:
 
 
 def rows() -> list[Row]:
-    """Rows of all tables; a heading is the command to which the rows below add options."""
+    """Entries of all lists; a heading is the command to which the entries below add options."""
     sections = PAGE.read_text(encoding="utf-8").partition("\n## ")[0].split("\n### ")[1:]
     found = []
     for section in sections:
-        shared = section.splitlines()[0].strip("`")
-        header, *body = [
-            [cell.strip() for cell in line.removeprefix("|").removesuffix("|").split("|")]
-            for line in section.splitlines()
-            if line.startswith("| ")
-        ]
-        assert header[0] == "bad input"
-        assert header[-2:] == ["exit code", "message"]
-        assert header[1:-2] in ([], ["options"], ["command"])
-        for bad_input, *middle, exit_code, message in body:
-            shown = "".join(middle).strip("`")
-            command = shown if header[1] == "command" else f"{shared} {shown}".strip()
-            found.append(Row(bad_input, command, int(exit_code), message))
+        shared, *lines = section.splitlines()
+        for line in filter(None, lines):
+            entry = ENTRY.fullmatch(line)
+            assert entry, line
+            bad_input, shown, exit_code, message = entry.groups(default="")
+            command = shown if shared == "Other commands" else f"{shared.strip('`')} {shown}"
+            found.append(Row(bad_input, command.strip(), int(exit_code), message))
     return found
 
 
