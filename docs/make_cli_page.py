@@ -13,8 +13,9 @@ WIDTH = 80
 OPENING = """\
 # The command line
 
-The output of `transferry --help` and, without its examples, of each command's `--help`; an option
-of several commands is described at the first of them. `make docs` generates this page.
+The output of `transferry --help` and of each command's `--help`, without summary and examples; an
+option of several commands is described at the first of them, and one with a default takes a value.
+`make docs` generates this page.
 """
 
 Record = tuple[str, str]
@@ -52,6 +53,7 @@ def _without(
     short.params = [copy.copy(parameter) for parameter in command.params]
     short.add_help_option = False
     short.epilog = None
+    short.help = (command.help or "").partition("\n\n")[2]  # `transferry --help` lists the summary
     for parameter in short.params:
         record = parameter.get_help_record(click.Context(command))
         if isinstance(parameter, click.Option) and record is not None:
@@ -59,12 +61,16 @@ def _without(
             if first != command.name:
                 parameter.hidden = True
                 shared.setdefault(first, []).append(f"`{parameter.opts[-1]}`")
+            kind = record[0].removesuffix(" RANGE").rpartition(" ")[2]
+            if kind in ("INTEGER", "FLOAT", "TEXT"):
+                parameter.metavar = "" if "Default:" in record[1] else kind
     return short, shared
 
 
 def _help(command: click.Command, name: str) -> str:
     # A width of its own, or the page would depend on the terminal that made it.
-    return command.get_help(click.Context(command, info_name=name, terminal_width=WIDTH))
+    text = command.get_help(click.Context(command, info_name=name, terminal_width=WIDTH))
+    return "\n".join(line.rstrip() for line in text.splitlines())
 
 
 def _block(text: str) -> str:
