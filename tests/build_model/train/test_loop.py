@@ -195,6 +195,18 @@ def test_the_seed_decides_everything(whole: Path, tmp_path: Path) -> None:
     assert weights(tmp_path / "other") != weights(whole)
 
 
+def test_each_step_draws_its_own_dropout(tmp_path: Path) -> None:
+    made, seeds = trainer(tmp_path / "run", max_steps=6), set[int]()
+
+    def seen(model: torch.nn.Module, given: object) -> None:
+        if model.training:
+            seeds.add(torch.initial_seed())
+
+    made.model.register_forward_pre_hook(seen)
+    made.run(resume=False)
+    assert len(seeds) == 6
+
+
 # Calls of save_tensors: the state at 3, checkpoint and state at 5, the state at 6 and 9,
 # checkpoint and state at 10, the state at 12, checkpoint and state at the end, the model.
 @pytest.mark.parametrize(
