@@ -38,6 +38,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "both, rotary and grouped": {**GROUPED, "decoder_layers": 1},
     "writer": {**WRITER, "decoder_layers": 1},
     "writer, rotary and grouped": {**WRITER, **GROUPED, **LLAMA},
+    "writer, windowed": {**WRITER, **GROUPED, "windows": (5, 0)},
 }
 Made = tuple[Transformer, Calibration, dict[str, Graph], FusedDecoder]
 
