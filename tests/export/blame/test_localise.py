@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tests.export.conftest import loaded
-from transferry.build_model.checkpoint import Checkpoint
+from transferry.build_model.checkpoint import Checkpoint, load_checkpoint
 from transferry.build_model.model import attention, layers, transformer
 from transferry.build_model.model.attention import KeyValues, MultiHeadAttention, Rotation
 from transferry.build_model.model.transformer import Transformer
@@ -280,7 +280,7 @@ def test_a_fault_of_a_fusion_is_told_as_one(
 
 
 def test_a_program_that_was_traced_wrongly_is_told_as_one(
-    checkpoint: Checkpoint, bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run_folder: Path, bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forward = graphs.EncoderGraph.forward
 
@@ -290,7 +290,8 @@ def test_a_program_that_was_traced_wrongly_is_told_as_one(
     def plant(patch: pytest.MonkeyPatch, model: Transformer) -> None:
         patch.setattr(graphs.EncoderGraph, "forward", reversed_layers)
 
-    model = checkpoint.model
+    # Not the shared model, whose program is kept as the other tests trace it.
+    model = load_checkpoint(run_folder).model
     flawed = exported_wrongly(bundle, model, plant, "encoder", tmp_path / "bundle")
     plant(monkeypatch, model)
     origin = found(model, *flawed)
