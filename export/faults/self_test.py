@@ -299,7 +299,7 @@ def rounding_of(precision: str) -> Tolerance:
 
 
 def brief_sweep(config: ModelConfig, rows: int) -> list[Case]:
-    """Returns cases of `sweep` that fit into memory with their truths, the smallest first.
+    """Returns cases that fit into memory with their truths, the smallest first.
 
     Of several rows the short ones, of one row the long ones too, those of the vocabulary that
     contain the tokens in whose rows faults are planted, and one of as many rows as are served at

@@ -22,12 +22,6 @@ LONGEST_ROW = 64
 SINGLE_TOKENS = 16
 
 
-def sweep(config: ModelConfig, *, seed: int = 0) -> Iterator[Case]:
-    """Yields the cases of `sizes` and of `vocabulary`."""
-    yield from sizes(config, seed=seed)
-    yield from vocabulary(config, seed=seed)
-
-
 def sizes(config: ModelConfig, *, seed: int = 0) -> Iterator[Case]:
     """Yields cases that reveal a size frozen while tracing.
 

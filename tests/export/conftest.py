@@ -2,7 +2,7 @@
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from transferry.export import bundle as exporting
 from transferry.export.bundle import Contents, export_bundle
 from transferry.export.checks.numbers import compare_cases
 from transferry.export.make import describe, make
-from transferry.export.oracle.cases import random_case
+from transferry.export.oracle.cases import random_case, sizes, vocabulary
 from transferry.export.oracle.oracle import Oracle
 from transferry.export.recipes import RECIPES
 from transferry.export.rewrite.calibration import Calibration, Histogram, LinearObserver
@@ -39,11 +39,17 @@ from transferry.runtime.bundle.specs import GraphSpec, TensorSpec
 from transferry.runtime.ort.open_model import ServedModel, open_model
 from transferry.runtime.ort.portable_decoder import PortableDecoder
 from transferry.runtime.ort.session import SessionOptions
-from transferry.runtime.proof.compare import Tolerance
+from transferry.runtime.proof.compare import Case, Tolerance
 from transferry.runtime.proof.report import ParityReport
 from transferry.runtime.tokenizer.byte_pair import SINGLE_BYTES, SOURCES, SpecialTokens, Tokenizer
 
 BYTES = Tokenizer("bytes", r"\S+|\s+", {byte: rank for rank, byte in enumerate(SINGLE_BYTES)})
+
+
+def sweep(config: ModelConfig) -> Iterator[Case]:
+    """Cases that reveal a frozen size, and the whole vocabulary."""
+    yield from sizes(config, seed=0)
+    yield from vocabulary(config, seed=0)
 
 
 # Shared: perturb a copy of the model.

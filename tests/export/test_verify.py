@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tests.export.conftest import opened, verified
+from tests.export.conftest import opened, sweep, verified
 from tests.traced import TRACES
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint
 from transferry.build_model.model.config import ModelConfig
@@ -24,7 +24,7 @@ from transferry.build_model.train.vocabulary import train_bpe
 from transferry.export.checks.check import prove
 from transferry.export.checks.numbers import compare_cases
 from transferry.export.checks.texts import readings
-from transferry.export.oracle.cases import random_case, sizes, sweep
+from transferry.export.oracle.cases import random_case, sizes
 from transferry.export.oracle.oracle import Oracle
 from transferry.export.subject.subject import OpenedModel
 from transferry.export.torch_model import TorchDecoder, TorchEncoder

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tests.export.conftest import loaded
+from tests.export.conftest import loaded, sweep
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint
 from transferry.build_model.model import attention, layers, transformer
 from transferry.build_model.model.attention import KeyValues, MultiHeadAttention, Rotation
@@ -25,7 +25,7 @@ from transferry.build_model.model.transformer import Transformer
 from transferry.export.blame import localise
 from transferry.export.blame import served_graph as served
 from transferry.export.blame import traced_program as program
-from transferry.export.oracle.cases import random_case, sweep
+from transferry.export.oracle.cases import random_case
 from transferry.export.subject.bundle_copy import BundleCopy
 from transferry.export.torch_model import TorchDecoder
 from transferry.export.trace import portable as graphs
