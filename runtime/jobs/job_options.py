@@ -79,7 +79,7 @@ class RayOptions:
     """Where the chunks of a job are computed.
 
     Attributes:
-        engine: Plain: this process; ray: a Ray cluster; --out is a folder of chunks.
+        engine: This process (plain) or a Ray cluster (ray); its --out is a folder of chunks.
         ray_address: Ray cluster. Default: RAY_ADDRESS, else Ray on this machine.
         workers: Ray workers, each with the bundle open. Default: by cores or GPUs.
     """
