@@ -115,6 +115,16 @@ class CheckedCommand(click.Command):
                 with formatter.section(heading):
                     formatter.write_dl(records)
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Refuses an option given twice that takes one value: click would drop the first."""
+        given = self.make_parser(ctx).parse_args([*args])[2]
+        for option in given:
+            single = isinstance(option, click.Option) and not (option.multiple or option.count)
+            switch = getattr(option, "is_flag", False) and not option.secondary_opts
+            if single and not switch and given.count(option) > 1 and not ctx.resilient_parsing:
+                raise click.UsageError(f"{option.opts[-1]} is given twice; give it once", ctx)
+        return super().parse_args(ctx, args)
+
     def invoke(self, ctx: click.Context) -> Any:
         """Checks the paths, then runs the command."""
         inputs: list[Path] = []
