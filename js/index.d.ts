@@ -110,6 +110,8 @@ export function generationOptions(
 ): GenerationOptions;
 
 /** Random numbers in [0, 1) of one sample, one for each step. */
+/** Returns the number whose text is the shortest that gives a float32 back. */
+export function single(value: number): number;
 export function uniforms(
   seed: number | bigint,
   row: number | bigint,
@@ -144,6 +146,7 @@ export interface FilledMaskRecord {
 }
 export interface EmbeddingRecord {
   source: string;
+  /** For JSON: `Array.from(vector, single)`. */
   vector?: Float32Array;
   error?: RowError;
   truncated?: true;

@@ -81,7 +81,16 @@ export async function answered(source, blank, record) {
   }
 }
 
-/** Returns numbers of a record rounded as `transferry run` writes them. */
-export function rounded(value) {
-  return Number.isNaN(value) ? null : Number(value.toFixed(6));
+/** Returns a number of a record; null for NaN and infinity, since JSON has neither. */
+export function finite(value) {
+  return Number.isFinite(value) ? value : null;
+}
+
+/** Returns the number whose text is the shortest that gives a float32 back. */
+export function single(value) {
+  for (let digits = 1; digits < 9; digits++) {
+    const short = Number(value.toPrecision(digits));
+    if (Math.fround(short) === value) return short;
+  }
+  return Number(value.toPrecision(9));
 }

@@ -1,6 +1,7 @@
 // The model, away from the page so that it stays responsive.
 
 import { Engine } from "./transferry/index.js";
+import { single } from "./transferry/rows.js";
 
 const site = await (await fetch("site.json")).json();
 const say = (message) => postMessage(message);
@@ -59,7 +60,7 @@ async function answer(text) {
 
 /** Returns a record as text for people. */
 function shown(record) {
-  if (record.vector) return Array.from(record.vector, (value) => value.toFixed(6)).join(" ");
+  if (record.vector) return Array.from(record.vector, single).join(" ");
   if (record.scores) return [record.label, ...record.scores.map(labelled)].join("\n");
   if (record.tags) return record.tags.map(labelled).join("\n") || "No entity";
   const masks = record.masks.map((candidates, place) =>
@@ -70,11 +71,11 @@ function shown(record) {
 
 /** Returns a label with its score, and the text that it is of. */
 function labelled({ label, score, text }) {
-  return [score.toFixed(6), label, text].filter((each) => each !== undefined).join("  ");
+  return [score, label, text].filter((each) => each !== undefined).join("  ");
 }
 
 function candidate({ text, log_probability: logProbability }) {
-  return `${(100 * Math.exp(logProbability)).toFixed(1).padStart(5)} %  ${text}`;
+  return `${Math.exp(logProbability)}  ${text}`;
 }
 
 const fail = (fatal) => (error) => say({ failed: error.message, fatal });

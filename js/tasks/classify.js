@@ -2,7 +2,7 @@
 
 import { UsageError } from "../errors.js";
 import { encodeIds } from "../ort/encoder.js";
-import { answered, checkLongRows, encodeRow, isBlank, notFinite, rounded, RowError, tooLong } from "../rows.js";
+import { answered, checkLongRows, encodeRow, isBlank, notFinite, RowError, single, tooLong } from "../rows.js";
 import { entities } from "./entities.js";
 
 const AGGREGATIONS = ["none", "simple", "first", "average", "max"];
@@ -41,7 +41,7 @@ export function classify(engine, row, { longRows } = {}) {
         : labels[values.indexOf(Math.max(...values))];
     return {
       label: kind === "none" ? "" : likeliest,
-      scores: labels.map((label, place) => ({ label, score: rounded(values[place]) })),
+      scores: labels.map((label, place) => ({ label, score: values[place] })),
     };
   });
 }
@@ -56,7 +56,7 @@ export function classify(engine, row, { longRows } = {}) {
 export function rank(engine, pair, { longRows } = {}) {
   const head = headOf(engine, "rank");
   return headRecord(engine, pair, longRows, (scores) => ({
-    score: rounded(probabilities(scores, head.rank)[0]),
+    score: probabilities(scores, head.rank)[0],
   }));
 }
 
@@ -92,7 +92,7 @@ export function tag(engine, text, { aggregation = "none", longRows } = {}) {
       return probabilities(scores, "softmax");
     });
     const tags = entities(text, tokenizer.places(text), rows, labels, aggregation);
-    const record = { source: text, tags: tags.map((each) => ({ ...each, score: rounded(each.score) })) };
+    const record = { source: text, tags };
     return truncated ? { ...record, truncated } : record;
   });
 }
@@ -145,10 +145,10 @@ export function longestFirst(left, right, room) {
   return left <= right ? [short, long] : [long, short];
 }
 
-/** Returns probabilities of scores in float64; the scores themselves if kind is "none". */
+/** Returns probabilities of scores in float64; the scores themselves, see `single`, if kind is "none". */
 export function probabilities(scores, kind) {
   const exact = Array.from(scores);
-  if (kind === "none") return exact;
+  if (kind === "none") return exact.map(single);
   if (kind === "sigmoid") return exact.map((value) => 1 / (1 + Math.exp(-value)));
   const largest = Math.max(...exact);
   const powers = exact.map((value) => Math.exp(value - largest));

@@ -3,7 +3,7 @@
 import { Best, logSumExp } from "../decoding/logits.js";
 import { UsageError } from "../errors.js";
 import { encodeIds } from "../ort/encoder.js";
-import { answered, checkLongRows, encodeRow, notFinite, rounded, RowError } from "../rows.js";
+import { answered, checkLongRows, encodeRow, notFinite, RowError } from "../rows.js";
 
 /**
  * Fills the masks of a text, each as if the others stayed.
@@ -47,7 +47,7 @@ export function fillMask(engine, text, { mask = "[MASK]", top = 5, longRows } = 
       [, filled[place]] = best.items[0];
       return best.items.map(([value, token]) => ({
         text: tokenizer.decode([token]),
-        log_probability: rounded(value - normaliser),
+        log_probability: value - normaliser,
       }));
     });
     const record = { source: text, text: tokenizer.decode(filled), masks };

@@ -3,7 +3,7 @@
 import { room } from "../decoding/options.js";
 import { search } from "../decoding/search.js";
 import { UsageError } from "../errors.js";
-import { encodeRow, notFinite, rounded, RowError, tooLong } from "../rows.js";
+import { encodeRow, finite, notFinite, RowError, tooLong } from "../rows.js";
 
 /**
  * Generates an answer to one text; yields its text as it grows, and returns the record.
@@ -94,7 +94,7 @@ function recordOf(tokenizer, source, ids, truncated, hypotheses, options) {
   if (!usable.length) return failed(source, notFinite(ids.length), options);
   const records = usable.map((each) => ({
     text: cut(tokenizer.decode(each.tokens), options.stop),
-    score: rounded(each.score),
+    score: finite(each.score),
     finish_reason: each.reason,
   }));
   const record = {

@@ -2,7 +2,7 @@
 
 import { logSumExp } from "../decoding/logits.js";
 import { UsageError } from "../errors.js";
-import { answered, checkLongRows, encodeRow, notFinite, rounded, RowError, tooLong } from "../rows.js";
+import { answered, checkLongRows, encodeRow, notFinite, RowError, tooLong } from "../rows.js";
 
 /**
  * Scores a target given its source, or a text of a decoder-only model.
@@ -39,9 +39,9 @@ export function score(engine, row, { longRows, sourceLanguage, targetLanguage } 
     const record = {
       source,
       ...blank,
-      total: rounded(values.reduce((sum, value) => sum + value, 0)),
+      total: values.reduce((sum, value) => sum + value, 0),
       tokens: wanted,
-      log_probabilities: values.map(rounded),
+      log_probabilities: values,
     };
     return truncated ? { ...record, truncated } : record;
   });

@@ -5,6 +5,7 @@ import { join } from "node:path";
 import test from "node:test";
 
 import { Bundle, DEFAULTS, generationOptions, InputError, uniforms, UsageError } from "../index.js";
+import { single } from "../rows.js";
 import { Best, logSumExp } from "../decoding/logits.js";
 import { translate } from "../tokenizer/pattern.js";
 import { weights } from "../decoding/sampling.js";
@@ -15,6 +16,13 @@ test("random numbers are those of numpy.random.Philox", () => {
   const expected = [0.34886052, 0.58375366, 0.46571618, 0.58186168, 0.24432838];
   const random = uniforms(7, 12, 3);
   for (const value of expected) assert.ok(Math.abs(random.next().value - value) < 1e-8);
+});
+
+test("a float32 has the shortest text that gives it back", () => {
+  // str of numpy.float32 of each
+  for (const text of ["0.1", "1e-45", "3.4028235e+38", "-4.4697e-7", "3.5e-9", "16777216", "0.33333334", "0"]) {
+    assert.equal(String(single(Math.fround(Number(text)))), String(Number(text)));
+  }
 });
 
 test("a pattern of Rust splits as in Rust", () => {

@@ -256,7 +256,14 @@ def show_summary(out: Path, summary: Summary, *, quiet: bool, as_json: bool) -> 
     if not quiet:
         say(f"{out} was finished before: {summary}" if summary.finished_before else str(summary))
         if marks := summary.marks():
-            say(", ".join(f"{name.replace('_', ' ')} {value:,}" for name, value in marks.items()))
+            found = ((name.replace("_", " "), value) for name, value in marks.items())
+            say(
+                ", ".join(
+                    f"{name} {value:,.6f}" if isinstance(value, float) else f"{name} {value:,}"
+                    for name, value in found
+                    if value is not None
+                )
+            )
     if as_json:
         click.echo(json.dumps(summary.to_dict(), indent=1))
     if summary.bad_rows:

@@ -34,8 +34,8 @@ from transferry.runtime.io.whole import read_bytes, sha256
 from transferry.runtime.jobs.summary import Tally
 from transferry.runtime.stopping import at_stop, held
 
-# Version of job folders and fingerprints; format 1 had no such key.
-JOB_FORMAT = 2
+# Version of job folders, fingerprints and written bytes; format 1 had no such key.
+JOB_FORMAT = 3
 JOB, JOURNAL, LOCK = "job.json", "journal.jsonl", "lock"
 # Seconds to wait for a lock whose owner is just removing the folder.
 LOCK_SECONDS = 0.2

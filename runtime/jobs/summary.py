@@ -14,6 +14,9 @@ from transferry.runtime.engine.result import RowResult
 from transferry.runtime.errors import InputError
 from transferry.runtime.io.documents import checked, read_document
 
+# A larger mean has a perplexity above the largest float64.
+MOST_NATS = 709.0
+
 
 def counted(number: int, noun: str) -> str:
     """Returns a number with its noun, such as "1 row" and "2,000 rows"."""
@@ -132,16 +135,16 @@ class Summary(Tally):
             **self.made,
         }
 
-    def marks(self) -> dict[str, float]:
-        """Returns the key figures of scores and of the canary."""
+    def marks(self) -> dict[str, float | None]:
+        """Returns the key figures of scores and of the canary; None where float64 has none."""
         marks = {name: self.made[name] for name in self.made if name.startswith("canaries")}
         fingerprint = self.made.get("fingerprint", {})
         if fingerprint.get("task") == "score":
             marks["scored_tokens"] = self.target_tokens
-            marks["log_probability"] = round(self.log_probability, 6)
+            marks["log_probability"] = self.log_probability
             if self.target_tokens:
                 mean = -self.log_probability / self.target_tokens
-                marks["perplexity"] = round(math.exp(mean), 6)
+                marks["perplexity"] = math.exp(mean) if mean < MOST_NATS else None
         return marks
 
     def __str__(self) -> str:

@@ -14,6 +14,7 @@ from transferry.runtime.engine.tasks.heads import (
     PairCall,
     PairOptions,
     probabilities,
+    written,
 )
 from transferry.runtime.engine.tasks.task import Page, columns
 
@@ -29,10 +30,6 @@ class LabelScore:
     label: str
     score: float
 
-    def record(self) -> dict[str, Any]:
-        """Returns the JSON values of a record."""
-        return {"label": self.label, "score": round(self.score, 6)}
-
 
 @dataclass(frozen=True)
 class ClassifiedResult(RowResult):
@@ -43,11 +40,13 @@ class ClassifiedResult(RowResult):
         label: The likeliest label; with independent labels all of a probability of at least one
             half, with a comma between; empty for a regression.
         scores: Score of every label, in the model's order.
+        single: Whether the scores are float32, as of a regression.
     """
 
     pair: str | RowError | None = None
     label: str = ""
     scores: tuple[LabelScore, ...] = ()
+    single: bool = False
 
     @property
     def numbers(self) -> list[float]:
@@ -55,7 +54,10 @@ class ClassifiedResult(RowResult):
         return [each.score for each in self.scores]
 
     def _answer(self, n_best: int) -> dict[str, Any]:
-        scores = [each.record() for each in self.scores]
+        scores = [
+            {"label": each.label, "score": written(each.score, single=self.single)}
+            for each in self.scores
+        ]
         return self._error() or {"label": self.label, "scores": scores}
 
 
@@ -97,4 +99,5 @@ class _Call(PairCall):
         label = labels[values.index(max(values))]
         if kind == "sigmoid":
             label = ", ".join(each.label for each in both if each.score >= 0.5)
-        return {"label": "" if kind == "none" else label, "scores": tuple(both)}
+        single = kind == "none"
+        return {"label": "" if single else label, "scores": tuple(both), "single": single}

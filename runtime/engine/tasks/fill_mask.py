@@ -69,10 +69,7 @@ class FilledMaskResult(RowResult):
 
     def _answer(self, n_best: int) -> dict[str, Any]:
         masks = [
-            [
-                {"text": one.text, "log_probability": round(one.log_probability, 6)}
-                for one in candidates
-            ]
+            [{"text": one.text, "log_probability": one.log_probability} for one in candidates]
             for candidates in self.candidates
         ]
         return {"text": self.text, **(self._error() or {"masks": masks})}

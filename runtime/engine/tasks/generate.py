@@ -62,7 +62,7 @@ class TextHypothesis(Hypothesis):
 
     def record(self) -> dict[str, Any]:
         """Returns text, score and finish reason; None for no score, since JSON has no NaN."""
-        score = None if math.isnan(self.score) else round(self.score, 6)
+        score = self.score if math.isfinite(self.score) else None
         return {"text": self.text, "score": score, "finish_reason": self.finish_reason}
 
 

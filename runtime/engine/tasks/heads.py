@@ -157,6 +157,13 @@ def probabilities(scores: Scores, kind: str) -> Floats:
     return shares
 
 
+def written(score: float, *, single: bool) -> Any:
+    """Returns a score for a record: as float32 where it is one, so that its text is short."""
+    import numpy as np
+
+    return np.float32(score) if single else score
+
+
 @dataclass(frozen=True)
 class PairRow(EncodedRow):
     """Token ids of a text or pair, with its second text."""

@@ -15,6 +15,7 @@ from transferry.runtime.engine.tasks.heads import (
     PairCall,
     PairOptions,
     probabilities,
+    written,
 )
 from transferry.runtime.engine.tasks.task import columns
 from transferry.runtime.errors import UsageError
@@ -27,10 +28,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RankedResult(RowResult):
-    """Score of one pair of texts; NaN on an error."""
+    """Score of one pair of texts; NaN on an error. `single`: the score is float32."""
 
     pair: str | RowError | None = None
     score: float = math.nan
+    single: bool = False
 
     @property
     def numbers(self) -> list[float]:
@@ -38,7 +40,7 @@ class RankedResult(RowResult):
         return [self.score]
 
     def _answer(self, n_best: int) -> dict[str, Any]:
-        return self._error() or {"score": round(self.score, 6)}
+        return self._error() or {"score": written(self.score, single=self.single)}
 
 
 class Rank(HeadTask):
@@ -82,4 +84,5 @@ class _Call(PairCall):
     task, kind = Rank.name, RankedResult
 
     def answer(self, scores: Scores) -> Mapping[str, Any]:
-        return {"score": float(probabilities(scores, self.head.rank)[0])}
+        kind = self.head.rank
+        return {"score": float(probabilities(scores, kind)[0]), "single": kind == "none"}

@@ -65,9 +65,9 @@ class ScoreResult(RowResult):
     def _answer(self, n_best: int) -> dict[str, Any]:
         target = {} if self.target is None else {"target": self.target}
         scores = {
-            "total": round(self.total, 6),
+            "total": self.total,
             "tokens": list(self.tokens),
-            "log_probabilities": [round(value, 6) for value in self.log_probabilities],
+            "log_probabilities": list(self.log_probabilities),
         }
         return {**target, **(self._error() or scores)}
 

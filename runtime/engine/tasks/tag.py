@@ -42,8 +42,7 @@ class TaggedResult(RowResult):
         return self.best
 
     def _answer(self, n_best: int) -> dict[str, Any]:
-        tags = [{**vars(tag), "score": round(tag.score, 6)} for tag in self.tags]
-        return self._error() or {"tags": tags}
+        return self._error() or {"tags": [{**vars(tag)} for tag in self.tags]}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,12 +25,15 @@ def decoded(line: bytes) -> str | RowError:
 
 
 def json_value(value: Any) -> Any:
-    """Converts an array or an Arrow scalar to JSON values, for `default` of json.dumps.
+    """Converts float32 or an Arrow scalar to JSON values, for `default` of json.dumps.
 
-    Times become ISO 8601, decimals text, bytes base64; NaN and infinity become null.
+    Of a float32 it returns the number whose text is the shortest that gives the float32 back. Times
+    become ISO 8601, decimals text, bytes base64; NaN and infinity become null.
     """
     if isinstance(value, np.ndarray):
-        return [round(float(number), 7) for number in value]
+        return [float(text) for text in map(str, value)]
+    if isinstance(value, np.float32):
+        return float(str(value))
     import pyarrow
 
     types, kind = pyarrow.types, value.type

@@ -44,7 +44,7 @@ def test_a_chunk_that_is_begun_again_counts_once(folder: ChunkFolder) -> None:
 def test_counts_of_a_killed_run_are_forgotten(folder: ChunkFolder) -> None:
     with folder.counting("0.jsonl") as note:
         note(Summary(rows=7))
-    folder.begin({"job_format": 2}, force=False)
+    folder.begin({"job_format": 3}, force=False)
     assert folder.unfinished() == 0
 
 

