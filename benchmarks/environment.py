@@ -15,10 +15,10 @@ def processor() -> str:
 
 def environment(*packages: str) -> dict[str, Any]:
     """Returns the processor, its instruction sets, the cores, and versions of packages."""
-    import onnxruntime
+    from transferry.runtime.ort.graph_runner import RUNTIMES
 
     # Its distribution is onnxruntime-gpu on some systems.
-    versions = {"onnxruntime": onnxruntime.__version__}
+    versions = {"onnxruntime": RUNTIMES["onnxruntime"].version()}
     for name in ("transferry", "numpy", *packages):
         try:
             versions[name] = importlib.metadata.version(name)

@@ -23,8 +23,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import onnxruntime
-
 from sentences import read_sentences, search_options
 from transferry.build_model.model.config import ModelConfig
 from transferry.runtime.bundle.bundle import Bundle
@@ -72,6 +70,8 @@ class Clock:
 @contextmanager
 def clocked(engine: Engine, clock: Clock) -> Iterator[None]:
     """Wraps the engine's stages in the clock."""
+    import onnxruntime  # after transferry, which turns its telemetry off
+
     session, tokenizer = onnxruntime.InferenceSession, engine.bundle.tokenizer
     places = [
         *((engine.model, name, name) for name in METHODS),

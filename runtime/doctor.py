@@ -152,13 +152,13 @@ def _check_onnxruntime() -> Check:
         remedy = "pip uninstall --yes onnxruntime onnxruntime-gpu && pip install transferry"
         return Check("onnxruntime", "fault", found, remedy)
     try:
-        import onnxruntime
+        from transferry.runtime.ort.session import onnxruntime_build
     except (ImportError, OSError) as reason:
         found = f"{found or 'not installed'}: {_one_line(reason)}"
         return Check("onnxruntime", "fault", found, "pip install --force-reinstall transferry")
-    providers = ", ".join(onnxruntime.get_available_providers())
-    version = found or f"onnxruntime {onnxruntime.__version__}"
-    return Check("onnxruntime", "ok", f"{version}, built with {providers}")
+    version, providers = onnxruntime_build()
+    found = found or f"onnxruntime {version}"
+    return Check("onnxruntime", "ok", f"{found}, built with {', '.join(providers)}")
 
 
 def _check_hardware() -> Check:

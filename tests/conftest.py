@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+import transferry.runtime.ort  # noqa: F401 - before a test imports onnxruntime
 from tests.optional import is_installed
 from transferry.runtime.bundle.head import HeadSettings
 from transferry.runtime.doctor import check_cuda

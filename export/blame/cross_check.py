@@ -10,8 +10,6 @@ from contextlib import AbstractContextManager, ExitStack, closing, contextmanage
 from functools import partial
 from typing import Any
 
-import onnxruntime
-
 from transferry.export.blame.backends import BACKENDS, Backend
 from transferry.export.blame.plain_decoder import plain_model
 from transferry.export.checks.check import Check, Findings
@@ -21,6 +19,7 @@ from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.specs import Variant
 from transferry.runtime.decoding.decoder import ObservableDecoder, ObservableEncoder
 from transferry.runtime.errors import TransferryError
+from transferry.runtime.ort.graph_runner import RUNTIMES
 from transferry.runtime.ort.open_model import ServedModel, open_model
 from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.proof.compare import Case, Tolerance, Truth, compare, observe
@@ -28,7 +27,7 @@ from transferry.runtime.proof.report import CrossCheck, sum_up
 
 SERVED = "onnxruntime as served"
 # On the CPU, where every bundle can be opened.
-UNOPTIMISED = f"onnxruntime {onnxruntime.__version__} cpu, unoptimised"
+UNOPTIMISED = f"onnxruntime {RUNTIMES['onnxruntime'].version()} cpu, unoptimised"
 
 LONGEST_REASON = 160
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime
 import torch
 from numpy.typing import NDArray
 
@@ -20,6 +19,7 @@ from transferry.export.subject.graph_copy import GraphCopy
 from transferry.export.subject.layout import Layout
 from transferry.export.subject.subject import CopiedSubject
 from transferry.runtime.errors import InputError
+from transferry.runtime.ort.graph_runner import RUNTIMES
 from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.proof.compare import observe
 from transferry.runtime.proof.report import Claim
@@ -52,7 +52,7 @@ class GraphsSubject(CopiedSubject[Any]):
             "torch": torch.__version__,
             "graphs": ", ".join(graph.path.name for graph in layout.graphs),
             "optimisation": session.optimisation,
-            "onnxruntime": onnxruntime.__version__,
+            "onnxruntime": RUNTIMES["onnxruntime"].version(),
             **({"weights in integers": f"{share:.0%}"} if share else {}),
         }
 

@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
-from onnxruntime.capi import onnxruntime_pybind11_state as native
 
 from transferry.export.subject.layout import GraphFile
 from transferry.runtime.errors import InputError
-from transferry.runtime.ort.session import SessionOptions, open_session
+from transferry.runtime.ort.session import ONNXRUNTIME_ERRORS, SessionOptions, open_session
 
 Arrays = Mapping[str, NDArray[Any]]
 TYPES = {
@@ -23,16 +22,6 @@ TYPES = {
     **{f"tensor({name})": name for name in ("int64", "int32", "int8", "uint8")},
 }
 FLOATS = ("tensor(float)", "tensor(float16)", "tensor(double)")
-# onnxruntime's own errors share no base class below Exception.
-ERRORS = (
-    native.Fail,
-    native.InvalidArgument,
-    native.InvalidGraph,
-    native.NotImplemented,
-    native.RuntimeException,
-    RuntimeError,
-    ValueError,
-)
 
 
 def require_shape(name: str, array: NDArray[Any], shape: tuple[int, ...]) -> None:
@@ -150,7 +139,7 @@ class ForeignGraph:
         }
         try:
             values = self.session.run(None, fed)
-        except ERRORS as error:
+        except ONNXRUNTIME_ERRORS as error:
             shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in fed.items())
             reason = " ".join(str(error).split())[:300]
             raise InputError(f"does not run on {shapes}: {reason}") from error

@@ -6,8 +6,14 @@ import { FolderSource } from "../source.js";
 
 const ARRAYS = { float32: Float32Array, int64: BigInt64Array, bool: Uint8Array };
 
+/** Turns off the telemetry of onnxruntime-node, which starts with its first session. */
+function disableTelemetry() {
+  if (globalThis.process?.env) process.env.ORT_DISABLE_TELEMETRY ??= "1";
+}
+
 /** Returns onnxruntime-node in Node if it is installed, else onnxruntime-web. */
 export async function loadOnnxRuntime() {
+  disableTelemetry();
   const names = ["onnxruntime-node", "onnxruntime-web"];
   if (!globalThis.process?.versions?.node) names.shift();
   for (const name of names) {
@@ -46,6 +52,7 @@ export class Graph {
    * @param {object} options session options of onnxruntime
    */
   static async open(ort, bundle, spec, read, options) {
+    disableTelemetry(); // of an `ort` that was passed too
     for (const { type, name } of [...spec.inputs, ...spec.outputs]) {
       if (!Object.hasOwn(ARRAYS, type)) {
         throw new UsageError(`${spec.file} has ${name} of type ${type}; choose variant portable`);

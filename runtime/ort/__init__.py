@@ -1,1 +1,21 @@
-"""The graphs of a bundle run by onnxruntime: sessions, decoders, the encoder, the LM head."""
+"""The graphs of a bundle run by onnxruntime: sessions, decoders, the encoder, the LM head.
+
+Importing this package turns off onnxruntime's telemetry, which starts with the first import of
+onnxruntime and which `disable_telemetry_events` does not stop. So onnxruntime is imported only
+within this package. A value of the variable that the user set stays.
+"""
+
+import os
+import sys
+import warnings
+
+TELEMETRY_SWITCH = "ORT_DISABLE_TELEMETRY"
+
+if "onnxruntime" in sys.modules and TELEMETRY_SWITCH not in os.environ:
+    warnings.warn(
+        "onnxruntime was imported before transferry and has started its telemetry; "
+        f"set {TELEMETRY_SWITCH}=1 in the environment, or import transferry.runtime.ort first",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+os.environ.setdefault(TELEMETRY_SWITCH, "1")

@@ -6,6 +6,7 @@ results are computed into buffers that the next step reads, so that the cache is
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,16 +29,27 @@ PRECISION: Mapping[str, Any] = {
     "EXECUTION_MODE_HINT": "ACCURACY",
 }
 
+OPENVINO_TELEMETRY = "openvino_telemetry"
+
 _opening = threading.Lock()
 _core: Any = None
 
 
 def openvino_module() -> Any:
-    """Imports OpenVINO; raises ProviderError if it is not installed."""
+    """Imports OpenVINO without its telemetry; raises ProviderError if it is not installed.
+
+    `import openvino` sends an event to Google Analytics, and no variable prevents it. Where the
+    package `openvino_telemetry` is absent, OpenVINO has a stub in its place.
+    """
+    absent: Any = None
+    blocked = sys.modules.setdefault(OPENVINO_TELEMETRY, absent) is absent
     try:
         import openvino
     except ImportError as error:
         raise ProviderError(f"OpenVINO is not installed; {install_command('openvino')}") from error
+    finally:
+        if blocked:
+            del sys.modules[OPENVINO_TELEMETRY]
     return openvino
 
 

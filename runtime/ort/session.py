@@ -37,7 +37,7 @@ _OPTIMISATION_LEVELS: dict[Optimisation, onnxruntime.GraphOptimizationLevel] = {
     "all": onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL,
 }
 # onnxruntime's own errors share no base class below Exception.
-_OPENING_ERRORS = (
+ONNXRUNTIME_ERRORS = (
     *(native.EPFail, native.Fail, native.InvalidArgument, native.InvalidGraph),
     *(native.InvalidProtobuf, native.NoSuchFile, native.NotImplemented, native.RuntimeException),
     *(RuntimeError, ValueError),
@@ -150,7 +150,7 @@ def open_session(
             f"provider {options.provider} cannot run {model}: {_reason(error)}. "
             "Choose another provider or another variant of the bundle."
         ) from error
-    except (*_OPENING_ERRORS, MemoryError) as error:
+    except (*ONNXRUNTIME_ERRORS, MemoryError) as error:
         if options.provider == "cpu" and is_shortage(error):
             raise AllocationError(
                 f"there is not enough memory to open {model} ({_reason(error)}); end other "
@@ -194,6 +194,11 @@ def tf32(options: SessionOptions) -> str:
     if options.provider == "cpu":
         return "none"
     return "off" if provider_settings(options)["use_tf32"] == "0" else "on"
+
+
+def onnxruntime_build() -> tuple[str, list[str]]:
+    """Returns the version of onnxruntime, and the providers that it was built with."""
+    return onnxruntime.__version__, onnxruntime.get_available_providers()
 
 
 def assigned_nodes(session: onnxruntime.InferenceSession) -> dict[str, int]:
@@ -271,7 +276,7 @@ def _fault_of_file(model: Path, graph: bytes | None) -> Exception | None:
         _create(model, SessionOptions(optimisation="disable"), graph)
     except native.NotImplemented:
         return None  # a sound graph of a type for which the CPU has no kernel
-    except _OPENING_ERRORS as error:
+    except ONNXRUNTIME_ERRORS as error:
         return error
     return None
 

@@ -15,7 +15,6 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
-import onnxruntime
 from msgspec import Meta
 
 from transferry.runtime.bundle.bundle import Bundle
@@ -401,7 +400,7 @@ def _versions(report: ParityReport) -> dict[str, str]:
     settings = report.settings
     return {
         "transferry": importlib.metadata.version("transferry"),
-        "onnxruntime": onnxruntime.__version__,
+        "onnxruntime": RUNTIMES["onnxruntime"].version(),
         "numpy": np.__version__,
         **{name: str(settings[name]) for name in (*RUNTIMES, "torch", "onnx") if name in settings},
     }
