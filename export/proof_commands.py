@@ -43,8 +43,8 @@ from transferry.runtime.precision import PRECISIONS
 CERTIFICATE, COMPARISON = "Certificate", "Comparison"
 
 
-# A search that is verified; stop strings choose no token.
-VERIFIED = (*TOKENS, "stop")
+# A search that is verified; stop strings choose no token, and its texts are lines.
+VERIFIED = (*TOKENS, "stop", "split_lines")
 search_options = together(
     option(
         "--suppress",

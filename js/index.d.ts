@@ -100,6 +100,8 @@ export interface GenerationOptions {
   renormalise: boolean;
   prefix: number[];
   stop: string[];
+  /** Answer line by line; null for encoder-decoders alone. */
+  split_lines: boolean | null;
   scores: boolean;
 }
 export const DEFAULTS: Readonly<GenerationOptions>;
@@ -119,7 +121,7 @@ export function uniforms(
 ): Generator<number, never>;
 
 export interface RowError {
-  kind: "empty" | "too-long" | "too-short" | "no-mask" | "not-finite";
+  kind: "lines" | "empty" | "too-long" | "too-short" | "no-mask" | "not-finite";
   message: string;
 }
 export interface Answer {

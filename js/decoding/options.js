@@ -60,6 +60,7 @@ const FIELDS = {
   renormalise: [false, flag],
   prefix: [[], tokens],
   stop: [[], listOf(text, "strings, none of them empty")],
+  split_lines: [null, { what: "true, false or null", holds: (value) => value === null || flag.holds(value) }],
   scores: [true, flag],
 };
 

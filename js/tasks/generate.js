@@ -3,10 +3,15 @@
 import { room } from "../decoding/options.js";
 import { search } from "../decoding/search.js";
 import { UsageError } from "../errors.js";
-import { encodeRow, finite, notFinite, RowError, tooLong } from "../rows.js";
+import { encodeRow, finite, isBlank, notFinite, RowError, tooLong } from "../rows.js";
+
+// Difference of the rows that seed neighbouring lines, as in Python.
+const LINE = 1n << 40n;
 
 /**
  * Generates an answer to one text; yields its text as it grows, and returns the record.
+ *
+ * With `split_lines`, the default of encoder-decoders, each line is answered on its own.
  *
  * @param {object} engine see engine.js
  * @param {string | number[]} text
@@ -21,22 +26,109 @@ export async function* generate(engine, text, options, how) {
       `max_length is ${options.max_length}, but the model has ${positions} positions; lower max_length`,
     );
   }
-  const { tokenizer } = engine.bundle;
+  if (options.split_lines && !decoder.hasEncoder) {
+    throw new UsageError("a prompt may hold line breaks, so split_lines needs an encoder-decoder");
+  }
   const source = typeof text === "string" ? text : JSON.stringify(text);
+  const splits = typeof text === "string" && (options.split_lines ?? decoder.hasEncoder);
+  const { lines, around } = splits ? cutLines(text) : { lines: [], around: [] };
   try {
-    const { ids, truncated, ...request } = requestOf(engine, text, options, how);
-    const decode = (tokens) => tokenizer.decode(tokens);
-    const steps = search(decoder, options, { source: ids, ...request }, tokenizer.special.ends, decode);
-    const partial = tokenizer.decodePartial?.bind(tokenizer) ?? decode;
-    let step;
-    while (!(step = await steps.next()).done) {
-      yield { text: cut(partial(step.value), options.stop), tokens: [...step.value] };
+    if (lines.length > 1 && options.n_best > 1) {
+      throw new RowError(
+        "lines",
+        `a text of ${lines.length} lines has no joined answers for n_best=${options.n_best}; give ` +
+          "each line a row, or do not split lines",
+      );
     }
-    return recordOf(tokenizer, source, ids, truncated, step.value, options);
+    const answer = lines.length
+      ? yield* answerLines(engine, lines, around, options, how)
+      : yield* answerText(engine, text, options, how);
+    return recordOf(source, answer, options);
   } catch (error) {
     if (!(error instanceof RowError)) throw error;
     return failed(source, error, options);
   }
+}
+
+/** Answers the lines of a text one by one, and joins the answers as Python does. */
+async function* answerLines(engine, lines, around, options, how) {
+  const answers = [];
+  const errors = [];
+  const row = BigInt(how.row ?? 0);
+  let before = around[0];
+  let written = [];
+  for (const [place, line] of lines.entries()) {
+    try {
+      const steps = answerText(engine, line, options, place ? { ...how, row: row + BigInt(place) * LINE } : how);
+      let step;
+      while (!(step = await steps.next()).done) {
+        yield { text: before + step.value.text, tokens: [...written, ...step.value.tokens] };
+      }
+      answers.push(step.value);
+      before += step.value.found[0].text + around[place + 1];
+      written = [...written, ...step.value.found[0].tokens];
+    } catch (error) {
+      if (!(error instanceof RowError)) throw error;
+      errors.push([place + 1, error]);
+    }
+  }
+  const sum = (values) => values.reduce((total, value) => total + value, 0);
+  const read = sum([...answers, ...errors.map(([, error]) => error)].map((each) => each.tokens));
+  if (errors.length) {
+    const [[place, error]] = errors;
+    const where = lines.length > 1 ? `piece ${place} of ${lines.length}: ` : "";
+    throw new RowError(error.kind, where + error.message, read);
+  }
+  if (lines.length === 1) {
+    const [answer] = answers;
+    const found = answer.found.map((one) => ({ ...one, text: around[0] + one.text + around[1] }));
+    return { ...answer, found };
+  }
+  const best = answers.map(({ found: [first] }) => first);
+  const lengths = best.map(({ tokens, reason }) => tokens.length + (reason === "end" ? 1 : 0));
+  const { length_penalty: penalty } = options;
+  const total = sum(best.map(({ score }, place) => score * lengths[place] ** penalty));
+  const joined = {
+    tokens: written,
+    text: before,
+    score: total / sum(lengths) ** penalty,
+    reason: ["length", "stop", "end"].find((reason) => best.some((one) => one.reason === reason)),
+  };
+  return { tokens: read, truncated: answers.some(({ truncated }) => truncated), found: [joined] };
+}
+
+/** Answers one text; returns the tokens read, whether it was truncated, and what was found. */
+async function* answerText(engine, text, options, how) {
+  const { decoder, bundle } = engine;
+  const { tokenizer } = bundle;
+  const { ids, truncated, ...request } = requestOf(engine, text, options, how);
+  const decode = (tokens) => tokenizer.decode(tokens);
+  const steps = search(decoder, options, { source: ids, ...request }, tokenizer.special.ends, decode);
+  const partial = tokenizer.decodePartial?.bind(tokenizer) ?? decode;
+  let step;
+  while (!(step = await steps.next()).done) {
+    yield { text: cut(partial(step.value), options.stop), tokens: [...step.value] };
+  }
+  const found = step.value
+    .filter((each) => each.reason !== "error")
+    .map((each) => ({ ...each, text: cut(decode(each.tokens), options.stop) }));
+  if (!found.length) throw notFinite(ids.length);
+  return { tokens: ids.length, truncated, found };
+}
+
+/** Returns the lines of a text that are not blank, and the text around each; none of one line. */
+export function cutLines(text) {
+  const parts = text.split(/(\r\n?|\n)/);
+  const lines = [];
+  const around = [[]];
+  for (const part of parts.length > 1 ? parts : []) {
+    if (isBlank(part)) around.at(-1).push(part);
+    else {
+      lines.push(part);
+      around.push([]);
+    }
+  }
+  return { lines, around: around.map((each) => each.join("")) };
 }
 
 function requestOf(engine, text, options, { row = 0, longRows, sourceLanguage, targetLanguage }) {
@@ -89,19 +181,17 @@ function encode(engine, text, longRows, reserve) {
   throw tooLong(text.length, positions);
 }
 
-function recordOf(tokenizer, source, ids, truncated, hypotheses, options) {
-  const usable = hypotheses.filter((each) => each.reason !== "error");
-  if (!usable.length) return failed(source, notFinite(ids.length), options);
-  const records = usable.map((each) => ({
-    text: cut(tokenizer.decode(each.tokens), options.stop),
+function recordOf(source, { tokens, truncated, found }, options) {
+  const records = found.map((each) => ({
+    text: each.text,
     score: finite(each.score),
     finish_reason: each.reason,
   }));
   const record = {
     source,
     ...records[0],
-    target_tokens: usable[0].tokens.length,
-    source_tokens: ids.length,
+    target_tokens: found[0].tokens.length,
+    source_tokens: tokens,
   };
   if (options.n_best > 1) record.n_best = records;
   return truncated ? { ...record, truncated } : record;

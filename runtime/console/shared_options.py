@@ -199,7 +199,7 @@ TRUSTED_KEY = option(
 )
 # Fields of GenerationOptions that --prefix and --suppress make of text.
 TOKENS = ("prefix", "suppress", "suppress_sequences")
-BUNDLE_DEFAULTS = {"max_length": "from the bundle", "sample": "from the bundle"}
+BUNDLE_DEFAULTS = dict.fromkeys(("max_length", "sample", "split_lines"), "from the bundle")
 # How a job is run, besides the options of its task.
 job_options = together(
     configurable,

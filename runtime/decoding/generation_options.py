@@ -76,6 +76,8 @@ class GenerationOptions:
         renormalise: rank beams by log-probabilities normalised after the logits processors.
         prefix: token ids that every answer begins with.
         stop: text before which an answer ends; its tokens stay, and prompts are not searched.
+        split_lines: answer each line of a text on its own and join the answers by its line breaks;
+            None for encoder-decoders alone.
         scores: compute log-probability and score; greedy search is faster without.
     """
 
@@ -105,6 +107,7 @@ class GenerationOptions:
     renormalise: bool = False
     prefix: tuple[Whole, ...] = ()
     stop: tuple[str, ...] = ()
+    split_lines: bool | None = None
     scores: bool = True
 
     def __post_init__(self) -> None:

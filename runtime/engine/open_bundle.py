@@ -31,7 +31,7 @@ from transferry.runtime.engine.prompts import Encodable, Prompt, encode_prompt
 from transferry.runtime.engine.repeats import Repeats
 from transferry.runtime.engine.result import Results
 from transferry.runtime.engine.worker_pool import Answer, Input, Worker, batch_worker, in_order
-from transferry.runtime.errors import ParityError, UsageError, require
+from transferry.runtime.errors import Option, ParityError, UsageError, require
 from transferry.runtime.hardware import usable_cores
 from transferry.runtime.ort.encoder import EncoderModel
 from transferry.runtime.ort.open_model import ServedDecoder, ServedModel, open_model
@@ -243,6 +243,15 @@ class OpenBundle:
             raise UsageError(f"options must be GenerationOptions, found {shown(default)}")
         encode = self.bundle.tokenizer.encode_target
         return generation_options(suppressing(named, default, encode), default)
+
+    def splits_lines(self, options: GenerationOptions) -> bool:
+        """Whether texts are answered line by line; raises UsageError for a decoder-only model."""
+        if options.split_lines and not self.decoder.has_encoder:
+            raise UsageError(
+                *("a prompt may hold line breaks, so ", Option("split_lines"), " needs an "),
+                *("encoder-decoder; leave ", Option("split_lines"), " out"),
+            )
+        return self.decoder.has_encoder if options.split_lines is None else options.split_lines
 
     def require_covered(self, options: GenerationOptions) -> None:
         """Raises ParityError unless every required certificate covers such a search."""

@@ -17,6 +17,7 @@ RowErrorKind = Literal[
     "fields",  # other fields that the output cannot hold
     "settings",  # a request asks for something else than the first of its batch
     "language",  # a language that the bundle's tokenizer does not have
+    "lines",  # several lines in one text, and several answers a row
     "prompt",  # messages that the chat template refuses, or ids outside of the vocabulary
     "empty",
     "too-long",

@@ -30,6 +30,7 @@ SEARCHES: tuple[dict[str, Any], ...] = (
 
 
 TEXTS = ["anna", "a cat and a dog", "", "b" * 2000, "one two three", " x ", "\u3000"]
+LINES = ["\na cat\r\n \n\r a dog\n", "x\n", "\n", "a\n" + "b" * 2000, "a\u2028b\x0bc\nd"]
 
 
 @pytest.mark.optional("node")
@@ -57,11 +58,12 @@ def test_generated_records(
     weight_only_bundle_folder: Path,
 ) -> None:
     answers = [
-        answers_of(folder, "generate", {"max_length": 8, **options}, TEXTS)
+        answers_of(folder, "generate", {"max_length": 8, **options}, [*TEXTS, *LINES])
         for folder, options in product((bundle_folder, writer_bundle_folder), SEARCHES)
     ]
     pairs = [("anna", "a cat"), ("a dog", "b" * 2000), ("", "x"), ("x", " "), ("a", "b")]
     answers += [
+        answers_of(bundle_folder, "generate", {"max_length": 8, "split_lines": False}, LINES),
         answers_of(bundle_folder, "score", {}, pairs),
         answers_of(bundle_folder, "score", {"long_rows": "truncate"}, pairs),
         answers_of(writer_bundle_folder, "score", {}, [*TEXTS, "e"]),
@@ -70,7 +72,7 @@ def test_generated_records(
             for options in ({"max_length": 8}, {"max_length": 8, "beam": 4})
         ),
     ]
-    assert compared(tmp_path, answers) == {"empty", "too-long", "too-short"}
+    assert compared(tmp_path, answers) == {"empty", "lines", "too-long", "too-short"}
 
 
 @pytest.mark.optional("node", "onnxruntime-node")

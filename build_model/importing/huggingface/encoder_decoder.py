@@ -288,10 +288,12 @@ def _marian_computes(config: ModelConfig) -> dict[str, Tensor]:
 
 FAMILIES = {
     "marian": Family("opus-mt", _marian_shape, MARIAN, ("model.",), _marian_computes),
-    "pegasus": Family("PEGASUS", _pegasus_shape, PEGASUS, ("model.",), _marian_computes),
-    "bart": Family("BART", _bart_shape, BART, ("model.",), _no_bias),
+    "pegasus": Family(
+        "PEGASUS", _pegasus_shape, PEGASUS, ("model.",), _marian_computes, reads_lines=True
+    ),
+    "bart": Family("BART", _bart_shape, BART, ("model.",), _no_bias, reads_lines=True),
     "mbart": Family("mBART, mBART-50", _mbart_shape, MBART, ("model.",), _no_bias),
     "m2m_100": Family("M2M-100, NLLB-200", _m2m_shape, M2M, ("model.",), m2m_positions),
-    "t5": Family("T5, T5 1.1, Flan-T5", _t5_shape, T5, ()),
-    "mt5": Family("mT5", _t5_shape, T5, ()),
+    "t5": Family("T5, T5 1.1, Flan-T5", _t5_shape, T5, (), reads_lines=True),
+    "mt5": Family("mT5", _t5_shape, T5, (), reads_lines=True),
 }

@@ -87,6 +87,7 @@ def read_pretrained(folder: Path, adapter_folder: Path | None = None) -> Importe
     if shape.decoder_layers:
         notes += _end_outputs(pretrained, tokenizer, ends)
         generation, ignored = generation_defaults(pretrained, shape)
+        generation |= {"split_lines": False} if family.reads_lines else {}
     if adapter is not None:
         tensors = adapted(family, shape, tensors, adapter)
     weights = convert_weights(family, shape, tensors, str(folder))

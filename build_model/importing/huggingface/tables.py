@@ -77,6 +77,8 @@ class Family:
         computes: Tensors that a formula gives if the file lacks them.
         classifier: Returns the head that config.json names, None without one.
         segments: Name of the vectors of segments; empty if the type does not tell them apart.
+        reads_lines: Whether such models were trained on texts with line breaks, and must get them
+            whole; translators of sentences were not.
     """
 
     models: str
@@ -86,6 +88,7 @@ class Family:
     computes: Callable[[ModelConfig], dict[str, Tensor]] = field(default=lambda config: {})
     classifier: Callable[[Settings], Classifier | None] = field(default=lambda config: None)
     segments: str = ""
+    reads_lines: bool = False
 
 
 def conv1d(*ours: str) -> Move:

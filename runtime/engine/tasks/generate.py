@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import islice
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal
 
 from transferry.runtime.decoding.generation_options import GenerationOptions, check_generation
-from transferry.runtime.decoding.hypothesis import FinishReason, Hypothesis, length_normalised
+from transferry.runtime.decoding.hypothesis import Hypothesis
+from transferry.runtime.engine.pieces import PIECE, Whole, cut_lines, in_lines, joined
 from transferry.runtime.engine.preprocess import (
     EncodedRow,
     InLanguages,
@@ -43,11 +42,6 @@ if TYPE_CHECKING:
     from transferry.runtime.engine.open_bundle import OpenBundle
     from transferry.runtime.engine.worker_pool import Take
     from transferry.runtime.ort.open_model import ServedDecoder
-
-# Of joined pieces the first of these that any has.
-REASONS: tuple[FinishReason, ...] = ("length", "stop", "end")
-# Difference of the row ids of neighbouring pieces of a row: larger than any number of rows.
-PIECE = 1 << 40
 
 
 @dataclass(frozen=True)
@@ -228,10 +222,14 @@ class Generate(Task):
                     return f"{scores}, at most {allowed:.1e} apart", 0
             return "", 0
         served, reference = bounds.served, bounds.reference
+        if served.splits_lines(options) and isinstance(given, str | InLanguages):
+            lines, around = cut_lines(row.source)
+            if any(around):
+                return self._same_pieces(lines, bounds, given, number)
         long_rows: LongRows = "truncate" if row.truncated else "error"
         (encoded,) = served.encode([given], options, long_rows)
         if encoded.error is not None:
-            return self._same_pieces(row, bounds, given, number)
+            return self._same_pieces(served.preprocessor.pieces(row.source), bounds, given, number)
         from transferry.runtime.proof.divergence import Explainer
 
         settings, special = served.settings_of(encoded, options)
@@ -249,11 +247,11 @@ class Generate(Task):
         return f"{row.text!r}, but {again.text!r} ({divergence})", 0
 
     def _same_pieces(
-        self, row: GenerationResult, bounds: Bounds, given: Any, number: int
+        self, pieces: Sequence[str], bounds: Bounds, given: Any, number: int
     ) -> Difference:
         """Compares a row that was split piece by piece: the joined answers hide near ties."""
         tied = 0
-        for place, text in enumerate(bounds.served.preprocessor.pieces(row.source)):
+        for place, text in enumerate(pieces):
             first = number + place * PIECE
             piece = replace(given, text=text) if isinstance(given, InLanguages) else text
             (one,), (again,) = (
@@ -289,7 +287,7 @@ def generate(
     """Generates an answer to each text, in order; reads ahead by two windows at most.
 
     An answer depends on its text and the options, and with sampling on the row's number; never
-    on other rows or on batches.
+    on other rows or on batches. The lines of a text are answered one by one (`split_lines`).
 
     Args:
         engine: Engine of a bundle that generates.
@@ -326,26 +324,34 @@ def generate(
     conflict = "" if engine.decoder.has_encoder else "a decoder-only bundle"
     check_long_rows(long_rows, f"n_best={options.n_best}" if options.n_best > 1 else conflict)
     task = _Generate(engine, options, long_rows)
-    workers = [partial(task.work, decoder) for decoder in engine.decoders] * engine.replicas
-    slots = max(1, engine.batches.rows // max(options.beam, options.n_best))
-    # Samples depend on the row's number too, and a row that is split has several answers.
-    key = None if options.sample or long_rows == "split" else itemgetter(1)
-    results = engine.answers(enumerate(prompts, first_row), task.prepare, workers, slots, key)
-    if long_rows == "split":
-        results = joined(results, task.rows, options.length_penalty)
-    return Results(results)
+    return Results(task.answers(enumerate(prompts, first_row)))
 
 
 class _Generate:
     """A call of `generate`.
 
     Attributes:
-        rows: Where rows are split: text and number of pieces of each row, see `joined`.
+        wholes: Rows that do not fit and are split, see `joined`.
     """
 
     def __init__(self, engine: OpenBundle, options: GenerationOptions, long_rows: LongRows) -> None:
         self.engine, self.options, self.long_rows = engine, options, long_rows
-        self.rows: deque[tuple[str, int]] = deque()
+        self.wholes: deque[Whole] = deque()
+
+    def answers(self, prompts: Iterable[tuple[int, Encodable]]) -> Iterator[GenerationResult]:
+        """Answers numbered prompts, in order."""
+        engine, options, split = self.engine, self.options, self.long_rows == "split"
+        lines: deque[Whole] = deque()
+        if splits := engine.splits_lines(options):
+            prompts = in_lines(prompts, options.n_best, lines)
+        workers = [partial(self.work, decoder) for decoder in engine.decoders] * engine.replicas
+        slots = max(1, engine.batches.rows // max(options.beam, options.n_best))
+        # Samples depend on the row's number too, and a row that is split has several answers.
+        key = None if options.sample or split else itemgetter(1)
+        results = engine.answers(prompts, self.prepare, workers, slots, key)
+        if split:
+            results = joined(results, self.wholes, options.length_penalty)
+        return joined(results, lines, options.length_penalty) if splits else results
 
     def prepare(
         self, texts: list[tuple[int, Encodable]]
@@ -359,7 +365,7 @@ class _Generate:
                 known[text] = [self._item(piece) for piece in self._pieces(number, text, row)]
             prepared += known[text]
             if self.long_rows == "split":
-                self.rows.append((row.text, len(known[text])))
+                self.wholes.append(Whole(row.text, len(known[text])))
         return prepared
 
     def _pieces(self, number: int, text: Encodable, row: EncodedRow) -> list[EncodedRow]:
@@ -443,47 +449,3 @@ class _Generate:
         return GenerationResult(
             row.text, len(row.ids), hypotheses, error=error, truncated=row.truncated
         )
-
-
-def joined(
-    results: Iterator[GenerationResult], rows: deque[tuple[str, int]], length_penalty: float
-) -> Iterator[GenerationResult]:
-    """Joins the results of pieces to results of rows.
-
-    Args:
-        results: Results of all pieces, in order.
-        rows: Text of each row and number of its pieces, appended before its results arrive.
-        length_penalty: That of the search.
-    """
-    with contextlib.closing(results):  # type: ignore[type-var]  # a generator
-        for first in results:
-            text, count = rows.popleft()
-            pieces = [first, *islice(results, count - 1)]
-            yield first if count == 1 else join(text, pieces, length_penalty)
-
-
-def join(text: str, pieces: Sequence[GenerationResult], length_penalty: float) -> GenerationResult:
-    """Joins the results of a text's pieces, which have one hypothesis each."""
-    source_tokens = sum(piece.source_tokens for piece in pieces)
-    for number, piece in enumerate(pieces, start=1):
-        if piece.error is not None:
-            message = f"piece {number} of {len(pieces)}: {piece.error.message}"
-            return GenerationResult(
-                text, source_tokens, error=replace(piece.error, message=message)
-            )
-    found = [piece.hypotheses[0] for piece in pieces]
-    reasons = {hypothesis.finish_reason for hypothesis in found}
-    reason = next(each for each in REASONS if each in reasons)
-    log_probability = math.fsum(hypothesis.log_probability for hypothesis in found)
-    lengths = [len(hypothesis.tokens) + (hypothesis.finish_reason == "end") for hypothesis in found]
-    # The score without the normalisation by length ranked a piece.
-    ranks = zip(found, lengths, strict=True)
-    total = math.fsum(piece.score * length**length_penalty for piece, length in ranks)
-    whole = TextHypothesis(
-        tuple(token for hypothesis in found for token in hypothesis.tokens),
-        log_probability,
-        length_normalised(total, sum(lengths), length_penalty),
-        reason,
-        " ".join(hypothesis.text for hypothesis in found if hypothesis.text),
-    )
-    return GenerationResult(text, source_tokens, (whole,))

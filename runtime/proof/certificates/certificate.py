@@ -47,9 +47,12 @@ Strength = Literal["run", "recorded"]
 # Where 30 rows agree, up to a tenth of all rows may still be wrong (docs/parity.md).
 LEAST_ROWS = 30
 # Fields of GenerationOptions that make no other search of one: how long, up to which text and with
-# which seed it runs decides no code path, and scores are left out only where the tokens are
-# compared too. n_best and prefix are compared apart.
-SAME_SEARCH = ("max_length", "max_total_length", "stop", "seed", "scores", "n_best", "prefix")
+# which seed it runs decides no code path, nor do lines, a search each; scores are left out only
+# where the tokens are compared too. n_best and prefix are compared apart.
+SAME_SEARCH = (
+    *("max_length", "max_total_length", "stop", "seed", "split_lines", "scores"),
+    *("n_best", "prefix"),
+)
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ OTHER_OPTIONS: dict[str, Any] = {
     "forced_end": (2,),
     "renormalise": True,
     "stop": (".",),
+    "split_lines": False,
     "min_length": 2,
     "max_length": 20,
     "no_repeat_ngram": 3,

@@ -21,8 +21,9 @@ from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.decoding.hypothesis import FinishReason
 from transferry.runtime.decoding.search import search
 from transferry.runtime.engine.engine import Engine
+from transferry.runtime.engine.pieces import PIECE, Whole, join
 from transferry.runtime.engine.result import RowError
-from transferry.runtime.engine.tasks.generate import PIECE, GenerationResult, TextHypothesis, join
+from transferry.runtime.engine.tasks.generate import GenerationResult, TextHypothesis
 from transferry.runtime.engine.tasks.score import score
 from transferry.runtime.errors import UsageError
 from transferry.runtime.hardware import usable_cores
@@ -203,7 +204,8 @@ def test_long_rows_are_answered_in_pieces(
             next(engine.generate([piece], options, first_row=number + place * PIECE))
             for place, piece in enumerate(pieces)
         ]
-        expected = join(text, single, options.length_penalty) if len(pieces) > 1 else single[0]
+        whole = Whole(text, len(pieces))
+        expected = join(whole, single, options.length_penalty) if len(pieces) > 1 else single[0]
         assert result == expected
         reasons |= {found.finish_reason for found in result.hypotheses}
     assert sum(len(engine.preprocessor.pieces(text)) > 1 for text in long_texts) == 4
@@ -227,18 +229,18 @@ def piece(text: str, reason: FinishReason, *tokens: int) -> GenerationResult:
 
 def test_pieces_that_ended_join_to_an_answer_that_ended() -> None:
     ended, cut = piece("b", "end", 7, 8), piece("c", "length", 9)
-    assert join("x y", [ended, ended], 1.0) == GenerationResult(
+    assert join(Whole("x y", 2), [ended, ended], 1.0) == GenerationResult(
         "x y", 6, (TextHypothesis((7, 8, 7, 8), -3.0, -3.0 / 6, "end", "b b"),)
     )
     unranked = [
         replace(each, hypotheses=(replace(each.hypotheses[0], score=-1.5),))
         for each in (cut, ended, piece("", "end"))
     ]
-    assert join("x y", unranked, 0.0) == GenerationResult(
+    assert join(Whole("x y", 3), unranked, 0.0) == GenerationResult(
         "x y", 9, (TextHypothesis((9, 7, 8), -4.5, -4.5, "length", "c b"),)
     )
     failed = GenerationResult("x", 3, error=RowError("not-finite", "NaN"))
-    assert join("x y", [ended, failed, failed], 1.0) == GenerationResult(
+    assert join(Whole("x y", 3), [ended, failed, failed], 1.0) == GenerationResult(
         "x y", 9, error=RowError("not-finite", "piece 2 of 3: NaN")
     )
 

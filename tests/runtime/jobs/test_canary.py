@@ -72,7 +72,7 @@ def test_tasks_of_an_encoder(reader_bundle_folder: Path, lines: Path, task: str)
     assert canaries(done)["canaries_identical"] == 9
 
 
-@pytest.mark.parametrize("long_rows", ["truncate", "split"])
+@pytest.mark.parametrize("long_rows", ["truncate", "split", "error"])
 @pytest.mark.parametrize("factor", [1.0, -1.0])
 def test_long_rows_are_computed_again(
     bundle_folder: Path, monkeypatch: pytest.MonkeyPatch, long_rows: LongRows, factor: float
@@ -82,12 +82,14 @@ def test_long_rows_are_computed_again(
     options = JobOptions(generation={"max_length": 8}, long_rows=long_rows)
     task = Generate(engine, options, Layout("lines.txt", "text", (), has_id=False))
     canary, text = Canary(engine, 1, task), "One two three. Four five six. " * 6
+    text = "One two.\n\n three" if long_rows == "error" else text
     (row,) = task.run(engine, iter([text]), 0)
     if factor == 1.0:
         canary.check(0, row, text)
         assert canary.tally()["canaries_identical"] == 1
         return
-    with pytest.raises(ParityError, match=r"line 1 .*a defect"):
+    where = "" if long_rows == "truncate" else "piece 1: "
+    with pytest.raises(ParityError, match=rf"line 1 .*: {where}'.*a defect"):
         canary.check(0, row, text)
 
 
