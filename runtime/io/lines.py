@@ -1,32 +1,49 @@
-"""Streams of text lines: plain, gzip or zstd, from a file, a pipe or elsewhere."""
+"""Streams of text lines: plain or compressed, in any encoding, from a file, a pipe or elsewhere."""
 
+import codecs
 import contextlib
 import gzip
+import hashlib
 import io
 import os
+import re
 import select
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast
 
 from transferry.runtime.errors import InputError, UsageError, install_command
+from transferry.runtime.io.content import refuse_other_content
 from transferry.runtime.io.whole import Stored, shown_path, unreadable
 
-# By suffix: none, gzip, zstd.
-# By suffix: none, gzip, zstd.
+# Compressions of outputs by suffix: none, gzip, zstd.
 Compression = Literal["", ".gz", ".zst"]
-_GZIP_MAGIC = b"\x1f\x8b"
-_ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+# First bytes of packed inputs, by suffix. zstd may begin with a frame to skip.
+PACKED = {
+    ".gz": rb"\x1f\x8b",
+    ".zst": rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18",
+    ".bz2": rb"BZh[1-9](1AY&SY|\x17rE8P)",
+    ".xz": rb"\xfd7zXZ\0",
+}
+# Bytes of a line: a longer one is an error, and not held.
+MOST_LINE = 1 << 24
 PIPE_SECONDS = 3.0  # how long a named pipe may lack a writer
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_MARKS = {
+    codecs.BOM_UTF32_LE: "utf-32-le",
+    codecs.BOM_UTF32_BE: "utf-32-be",
+    codecs.BOM_UTF16_LE: "utf-16-le",
+    codecs.BOM_UTF16_BE: "utf-16-be",
+    codecs.BOM_UTF8: "utf-8",
+}
 
 
 def read_lines(path: Path | str) -> Iterator[str]:
-    r"""Streams the lines of a UTF-8 text file, plain, gzip or zstd; "-" is standard input.
+    r"""Streams the lines of a UTF-8 text file, plain or compressed; "-" is standard input.
 
     Only "\n" and "\r\n" end a line: Unicode's other separators (U+2028, U+0085, ...) occur inside
     sentences, and splitting there would shift all following lines.
@@ -45,28 +62,127 @@ def some_lines(path: Path | str) -> list[str]:
     raise InputError(f"{path}: expected at least one line, found none; give another file")
 
 
-def read_raw_lines(path: Path | str | Stored, *, keep_ends: bool = False) -> Iterator[bytes]:
+class LongLine(bytes):
+    """Stands for a line of more than MOST_LINE bytes: its number of bytes and its SHA-256."""
+
+    @classmethod
+    def of(cls, pieces: Iterable[bytes]) -> "LongLine":
+        """Reads the pieces of a line one by one."""
+        digest, size = hashlib.sha256(), 0
+        for piece in pieces:
+            digest.update(piece)
+            size += len(piece)
+        return cls(b"%d %s" % (size, digest.hexdigest().encode()))
+
+    def fault(self) -> str:
+        """Returns the message of the row's error."""
+        size = int(self.split()[0])
+        return f"expected a row of at most {MOST_LINE >> 20} MiB, found {size:,} bytes"
+
+
+def read_raw_lines(
+    path: Path | str | Stored,
+    *,
+    keep_ends: bool = False,
+    encoding: str | None = None,
+    pages: bool = True,
+) -> Iterator[bytes]:
     r"""Streams the lines as bytes, for readers that continue after a line that is not UTF-8.
 
-    `keep_ends` keeps "\n" and "\r\n".
+    Yields `LongLine` in the place of a line that is too long.
+
+    Args:
+        path: The file; "-" is standard input.
+        keep_ends: Whether to keep "\n" and "\r\n".
+        encoding: Encoding of the file. Default: UTF-8, or by its byte order mark. Where
+            this encoding has other line ends, as UTF-16 has, the lines come in UTF-8.
+        pages: Whether lines may be those of a page in HTML.
 
     Raises:
-        InputError: The file is unreadable, binary, or damaged gzip or zstd.
+        InputError: The file is unreadable, binary, damaged, or has other line ends.
         UsageError: The file is zstd and zstandard is not installed.
     """
-    with _unpacked(path) as file:
-        # git's heuristic: a NUL byte near the beginning marks a binary file.
-        if b"\0" in file.peek():
-            raise InputError(
-                f"{shown_path(path)}: expected UTF-8 text, found a NUL byte: this is a binary "
-                "file or UTF-16. Convert it to UTF-8 text."
-            )
-        for number, line in enumerate(file, start=1):
-            text = line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line
-            if keep_ends:
-                yield text
+    shown = shown_path(path)
+    with _unpacked(path) as unpacked:
+        file = _with_usual_ends(unpacked, encoding, shown)
+        refuse_other_content(file.peek(), shown, encoding_of_lines(encoding), pages=pages)
+        for line in _bounded(file, shown):
+            if keep_ends or isinstance(line, LongLine):
+                yield line
             else:
-                yield text[:-2] if text.endswith(b"\r\n") else text.removesuffix(b"\n")
+                yield line[:-2] if line.endswith(b"\r\n") else line.removesuffix(b"\n")
+
+
+def _bounded(file: io.BufferedReader, shown: str) -> Iterator[bytes]:
+    """Yields lines with their ends, and a LongLine in the place of a long one."""
+    for number, line in enumerate(iter(partial(file.readline, MOST_LINE), b"")):
+        whole = len(line) < MOST_LINE or line.endswith(b"\n")
+        if number == 0:
+            line = line.removeprefix(codecs.BOM_UTF8)
+            if not line:  # there was only the mark
+                return
+            if b"\r" in line and not line.endswith(b"\n"):
+                raise InputError(
+                    f"{shown}: expected lines that end in \\n, found only \\r; convert it: "
+                    "tr '\\r' '\\n' < OLD > NEW"
+                )
+        yield line if whole else LongLine.of(chain([line], _rest(file)))
+
+
+def _rest(file: io.BufferedReader) -> Iterator[bytes]:
+    """Yields the rest of a line in pieces."""
+    for piece in iter(partial(file.readline, 1 << 18), b""):
+        yield piece
+        if piece.endswith(b"\n"):
+            return
+
+
+def encoding_of_lines(encoding: str | None) -> str:
+    """Returns the encoding of the lines of `read_raw_lines`."""
+    return encoding if encoding and "\n".encode(encoding) == b"\n" else "utf-8"
+
+
+def _with_usual_ends(
+    file: io.BufferedReader, encoding: str | None, shown: str
+) -> io.BufferedReader:
+    """Returns a file as it is, or in UTF-8 if bytes cannot tell where its lines end."""
+    head = file.peek(4)
+    marked = next((name for mark, name in _MARKS.items() if head.startswith(mark)), None)
+    wanted = codecs.lookup(encoding or marked or "utf-8").name.removesuffix("-sig")
+    if marked and not marked.startswith(wanted):
+        raise InputError(f"{shown}: expected {wanted}, found the byte order mark of {marked}")
+    if "\n".encode(wanted) == b"\n":
+        return file
+    return io.BufferedReader(_InUtf8(file, wanted, shown))
+
+
+class _InUtf8(io.RawIOBase):
+    """Text of another encoding in UTF-8; half of a surrogate pair becomes bytes that are wrong."""
+
+    def __init__(self, file: io.BufferedReader, encoding: str, shown: str) -> None:
+        self._file, self._encoding, self._shown = file, encoding, shown
+        self._decoder = codecs.getincrementaldecoder(encoding)("surrogatepass")
+        self._ready = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            piece = self._file.read1(1 << 16)
+            try:
+                text = self._decoder.decode(piece, final=not piece)
+            except UnicodeDecodeError as error:
+                raise InputError(
+                    f"{self._shown}: expected {self._encoding}, found other bytes "
+                    f"({error.reason}). Name another encoding, or copy the file again"
+                ) from error
+            if not piece and not text:
+                return 0
+            self._ready = memoryview(text.encode(errors="surrogatepass"))
+        size = min(len(buffer), len(self._ready))
+        buffer[:size], self._ready = self._ready[:size], self._ready[size:]
+        return size
 
 
 def read_blocks(path: Path | str) -> Iterator[bytes]:
@@ -78,34 +194,45 @@ def read_blocks(path: Path | str) -> Iterator[bytes]:
 @contextmanager
 def _unpacked(path: Path | str | Stored) -> Iterator[io.BufferedReader]:
     """Opens and decompresses a file; an OSError inside the `with` counts as a read error."""
-    kind = "gzip"
+    kind = ""
     try:
-        with _open(path) as file:
-            magic = file.peek(4)
-            if magic.startswith(_GZIP_MAGIC):
-                yield io.BufferedReader(gzip.GzipFile(fileobj=file))
-            elif str(path).endswith(".gz"):
+        with open_stream(path) as file:
+            head = file.peek(10)
+            named = next((suffix for suffix in PACKED if str(path).lower().endswith(suffix)), "")
+            kind = next((suffix for suffix in PACKED if re.match(PACKED[suffix], head)), named)
+            if kind == ".gz" and not re.match(PACKED[".gz"], head):
                 raise gzip.BadGzipFile("it does not begin as gzip does")
-            elif magic.startswith(_ZSTD_MAGIC) or str(path).endswith(".zst"):
-                kind = "zstd"
-                yield io.BufferedReader(_ZstdFile(file))
+            if kind == ".gz":
+                yield io.BufferedReader(gzip.GzipFile(fileobj=file))
+            elif kind:
+                yield io.BufferedReader(_Frames(file, kind))
             else:
                 yield file
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        name = {".gz": "gzip", ".zst": "zstd"}.get(kind, kind.removeprefix("."))
         raise InputError(
-            f"{shown_path(path)}: expected a whole {kind} file, found one that is damaged or cut "
+            f"{shown_path(path)}: expected a whole {name} file, found one that is damaged or cut "
             f"short ({error}). Copy or download it again."
+        ) from error
+    except _TooWide as error:
+        raise InputError(
+            f"{shown_path(path)} was packed with a larger window than 128 MiB; unpack it first: "
+            "zstd -d --long=31 FILE"
         ) from error
     except OSError as error:
         raise unreadable(path, error) from error
 
 
-class _ZstdFile(io.RawIOBase):
-    """Decompresses zstd frame by frame; unlike zstandard's own reader it detects truncation."""
+class _TooWide(Exception):
+    """A frame needs more memory than a reader may take."""
 
-    def __init__(self, packed: io.BufferedReader) -> None:
-        self._packed, self._zstd = packed, _zstandard()
-        self._frame = self._zstd.ZstdDecompressor().decompressobj()
+
+class _Frames(io.RawIOBase):
+    """Decompresses zstd, bz2 or xz frame by frame, and detects truncation."""
+
+    def __init__(self, packed: io.BufferedReader, suffix: str) -> None:
+        self._packed, self._new, self._errors, self._most = packed, *_unpacker(suffix)
+        self._frame = self._new()
         self._ready = memoryview(b"")
 
     def readable(self) -> bool:
@@ -113,21 +240,40 @@ class _ZstdFile(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         while not self._ready:
-            # Little input at a time: a kilobyte can decompress to megabytes.
-            piece = (self._frame.unused_data if self._frame.eof else b"") or self._packed.read(1024)
-            if not piece and self._frame.eof:
-                return 0
-            if not piece:
-                raise EOFError("it ends within a frame")
+            piece = b""
             if self._frame.eof:
-                self._frame = self._zstd.ZstdDecompressor().decompressobj()
+                piece = self._frame.unused_data.lstrip(b"\0") or self._packed.read(512)
+                if not piece:
+                    return 0
+                self._frame = self._new()
+            elif getattr(self._frame, "needs_input", True):
+                # Little input at a time: half a kilobyte of zstd can become 16 MB.
+                piece = self._packed.read(512)
+                if not piece:
+                    raise EOFError("it ends within a frame")
             try:
-                self._ready = memoryview(self._frame.decompress(piece))
-            except self._zstd.ZstdError as error:
+                self._ready = memoryview(self._frame.decompress(piece, *self._most))
+            except self._errors as error:
+                if "too much memory" in str(error):
+                    raise _TooWide from error
                 raise EOFError(str(error)) from error
         size = min(len(buffer), len(self._ready))
         buffer[:size], self._ready = self._ready[:size], self._ready[size:]
         return size
+
+
+def _unpacker(
+    suffix: str,
+) -> tuple[Callable[[], Any], type[Exception] | tuple[type[Exception], ...], tuple[int, ...]]:
+    """Returns the type of a decompressor, its errors, and its limit on bytes at once."""
+    if suffix == ".zst":
+        zstandard = _zstandard()
+        return zstandard.ZstdDecompressor().decompressobj, zstandard.ZstdError, ()
+    import bz2
+    import lzma
+
+    made = bz2.BZ2Decompressor if suffix == ".bz2" else lzma.LZMADecompressor
+    return made, (OSError, lzma.LZMAError), (1 << 18,)
 
 
 def _zstandard() -> Any:
@@ -165,18 +311,24 @@ def _packer(file: BinaryIO, compression: Compression) -> BinaryIO:
 
 
 def decode_line(line: bytes, path: Path | str, number: int) -> str:
-    """Decodes a raw line; raises InputError with file, line and byte if it is not UTF-8."""
+    """Decodes a raw line; raises InputError with file, line and byte if it is not UTF-8 text."""
+    place = f"{shown_path(path)}, line {number}"
+    if isinstance(line, LongLine):
+        raise InputError(f"{place}: {line.fault()}; shorten or remove it")
+    if b"\0" in line:
+        raise InputError(f"{place}: expected text, found a NUL byte; remove it")
     try:
         return line.decode()
     except UnicodeDecodeError as error:
         raise InputError(
-            f"{shown_path(path)}, line {number}: expected UTF-8, found the byte "
+            f"{place}: expected UTF-8, found the byte "
             f"0x{line[error.start]:02x} at position {error.start} ({error.reason}). "
             "Convert the file to UTF-8 or fix the line."
         ) from error
 
 
-def _open(path: Path | str | Stored) -> AbstractContextManager[io.BufferedReader]:
+def open_stream(path: Path | str | Stored) -> AbstractContextManager[io.BufferedReader]:
+    """Opens a file, a pipe, standard input or a file elsewhere, as it is."""
     if not isinstance(path, Path | str):
         return path.opened()
     if str(path) == "-":

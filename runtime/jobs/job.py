@@ -23,12 +23,8 @@ from transferry.runtime.io.atomic import durable_file, require_writable, standar
 from transferry.runtime.io.outputs import STANDARD_STREAM, require_own
 from transferry.runtime.io.whole import sha256
 from transferry.runtime.jobs.canary import Canary
-from transferry.runtime.jobs.formats.readers import (
-    named_format,
-    open_inputs,
-    open_reader,
-    read_rows,
-)
+from transferry.runtime.jobs.formats.detection import named_format
+from transferry.runtime.jobs.formats.readers import open_inputs, open_reader, read_rows
 from transferry.runtime.jobs.formats.remote_file import RemoteFile, Source
 from transferry.runtime.jobs.formats.rows import InputRow, RowReader, hash_rows
 from transferry.runtime.jobs.formats.sources import expand
@@ -195,6 +191,7 @@ class Job:
             column=options.messages or options.prompt_ids or options.column,
             lists=options.prompt_kind in ("messages", "ids"),
             languages=(options.source_language_column, options.target_language_column),
+            **options.dialect,
         )
         if (task := reader.layout.task) not in (None, options.task):
             raise UsageError(
@@ -202,7 +199,7 @@ class Job:
             )
         if options.target is None:
             return reader, None
-        return reader, open_reader(options.target, format=options.format_in)
+        return reader, open_reader(options.target, format=options.format_in, **options.dialect)
 
     def _writer(self) -> RowWriter:
         """Returns the writer of the output."""
@@ -248,6 +245,7 @@ class Job:
         }
         if options.long_rows == "split":
             values["sentencex"] = described.get("sentencex")
+        values |= {name: value for name, value in options.dialect.items() if value is not None}
         if options.limit is not None:
             values["limit"] = options.limit
         if options.partition is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -26,8 +26,9 @@ class JobOptions(TaskOptions):
     Attributes:
         task: Task for each row; all but generate and score need an encoder-only bundle.
         column: Field that holds the text. Default: text or source, or the only one.
-        format_in: Format of the input; openai: OpenAI Batch API requests. Default: from its name,
-            else text.
+        format_in: Format of the input; openai: OpenAI Batch API requests. Default: from its name.
+        encoding: Encoding of the input, such as cp1252. Default: UTF-8, or by its byte order mark.
+        delimiter: Character between columns of TSV and CSV, or tab. Default: found for CSV.
         format: Format of the output. Default: openai for openai input, else from the file name,
             else text (scores: JSONL).
         limit: Limit on the rows read.
@@ -41,6 +42,8 @@ class JobOptions(TaskOptions):
     task: TaskName = "generate"
     column: str | None = None
     format_in: InputFormat | None = None
+    encoding: str | None = None
+    delimiter: str | None = None
     format: OutputFormat | None = None
     limit: _Few | None = None
     partition: str | None = None
@@ -52,6 +55,13 @@ class JobOptions(TaskOptions):
     def __post_init__(self) -> None:
         check_fields(self)
         check_options(TASKS[self.task], self)
+        if self.encoding is not None:
+            _require_encoding(self.encoding)
+        named = self.dialect["delimiter"]
+        require(
+            named is None or (len(named) == 1 and named not in '"\r\n\0'),
+            *("delimiter", "one character, or tab", shown(self.delimiter)),
+        )
         require(self.limit is None or self.limit >= 1, "limit", "at least 1", self.limit)
         require(self.chunk_rows >= 1, "chunk_rows", "at least 1", self.chunk_rows)
         require((self.max_errors or 0) >= 0, "max_errors", "at least 0", self.max_errors)
@@ -66,6 +76,22 @@ class JobOptions(TaskOptions):
                 )
             one, every = fraction(self.canary)
             require(one == 1 <= every, "canary", "1/N, such as 1/1000", shown(self.canary))
+
+    @property
+    def dialect(self) -> dict[str, Any]:
+        """How the input is read, where its format leaves that open; see `open_reader`."""
+        named = {"tab": "\t", "\\t": "\t"}
+        delimiter = self.delimiter and named.get(self.delimiter, self.delimiter)
+        return {"encoding": self.encoding, "delimiter": delimiter}
+
+
+def _require_encoding(name: str) -> None:
+    try:
+        "\n".encode(name)
+    except (LookupError, ValueError) as error:
+        raise UsageError(
+            Option("encoding"), f" must be one that Python has, such as cp1252, found {shown(name)}"
+        ) from error
 
 
 def fraction(text: str) -> tuple[int, int]:

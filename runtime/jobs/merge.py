@@ -14,7 +14,7 @@ from transferry.runtime.io.atomic import atomic_file, require_writable, standard
 from transferry.runtime.io.outputs import STANDARD_STREAM, require_own
 from transferry.runtime.io.whole import sha256
 from transferry.runtime.jobs.formats.columnar import opened_parquet
-from transferry.runtime.jobs.formats.readers import named_format
+from transferry.runtime.jobs.formats.detection import named_format
 from transferry.runtime.jobs.formats.writers import RowWriter, open_writer
 from transferry.runtime.jobs.job_options import fraction
 from transferry.runtime.jobs.journal import JOB_FORMAT, differences, hash_output

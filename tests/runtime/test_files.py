@@ -60,7 +60,11 @@ def test_lines_are_streamed(tmp_path: Path) -> None:
     [
         ("text", b"gut\nschlecht \xff\n", "text, line 2: expected UTF-8, found the byte 0xff"),
         ("photo.png", b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", "photo.png: .*binary file"),
-        ("utf16", "Wörter\n".encode("utf-16"), "utf16: .*UTF-16"),
+        ("utf16", "Wörter\n".encode("utf-16-le"), "utf16: .*UTF-16"),
+        ("cut", "Wörter\n".encode("utf-16")[:-1], "cut: expected utf-16-le, found other bytes"),
+        ("mac", b"eins\rzwei\r", r"mac: .*found only \\r; convert it: tr"),
+        ("nul", b"eins\nzwei\0\n", "nul, line 2: .*found a NUL"),
+        ("rows.parquet", b"PAR1\x15\0", "rows.parquet: .*found a Parquet file"),
         ("photo.gz", gzip.compress(b"\0\1\2", mtime=0), "photo.gz: .*binary file"),
         ("cut.gz", gzip.compress(os.urandom(50_000).hex().encode())[:-9], "cut.gz: .*cut short"),
         ("changed.gz", gzip.compress(b"text\n", mtime=0)[:-8] + bytes(8), "changed.gz: .*damaged"),

@@ -10,18 +10,40 @@ from typing import Any
 import numpy as np
 
 from transferry.runtime.engine.result import RowError
+from transferry.runtime.io.lines import LongLine
 
 
-def decoded(line: bytes) -> str | RowError:
-    """Returns bytes as text, or says where they are not UTF-8."""
+def decoded(line: bytes, encoding: str = "utf-8") -> str | RowError:
+    """Returns a line as text, or its error."""
+    if isinstance(line, LongLine):
+        return RowError("malformed", line.fault())
     try:
-        return line.decode()
+        text = line.decode(encoding)
     except UnicodeDecodeError as error:
+        if error.reason == "invalid continuation byte" and line[error.start] == 0xED:
+            return RowError("undecodable", "half of a surrogate pair")
+        tried = "UTF-8" if encoding == "utf-8" else encoding
         return RowError(
             "undecodable",
-            f"expected UTF-8, found the byte 0x{line[error.start]:02x} at position {error.start} "
+            f"expected {tried}, found the byte 0x{line[error.start]:02x} at position {error.start} "
             f"({error.reason})",
         )
+    return with_nul(text) or text
+
+
+def with_nul(text: str) -> RowError | None:
+    """Returns the error of a text with a NUL, at which other programs would end it."""
+    place = text.find("\0")
+    return None if place < 0 else RowError("malformed", f"found a NUL at position {place}")
+
+
+def has_nul(value: Any) -> bool:
+    """Whether a NUL is anywhere in a JSON value or an Arrow scalar."""
+    if value is not None and not isinstance(value, str | int | float | list | dict):
+        value = json_value(value)
+    if isinstance(value, dict):
+        return any(map(has_nul, (*value, *value.values())))
+    return any(map(has_nul, value)) if isinstance(value, list) else "\0" in str(value)
 
 
 def json_value(value: Any) -> Any:

@@ -10,7 +10,8 @@ from typing import Any
 
 from transferry.runtime.engine.result import RowError
 from transferry.runtime.errors import InputError, UsageError, install_command
-from transferry.runtime.jobs.formats.cells import to_json
+from transferry.runtime.jobs.formats.cells import has_nul, to_json
+from transferry.runtime.jobs.formats.detection import Dialect
 from transferry.runtime.jobs.formats.remote_file import RemoteFile, Source
 from transferry.runtime.jobs.formats.rows import Fields, InputRow, RowReader, layout_of, unique
 from transferry.runtime.jobs.job_options import InputFormat
@@ -53,7 +54,9 @@ class ParquetReader(ColumnarReader):
         groups: Rows of each row group.
     """
 
-    def __init__(self, path: Source, format: InputFormat, column: str | None) -> None:
+    def __init__(
+        self, path: Source, format: InputFormat, column: str | None, dialect: Dialect
+    ) -> None:
         with opened_parquet(path) as file:
             schema = file.schema_arrow
             groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
@@ -78,7 +81,9 @@ class ParquetReader(ColumnarReader):
 class ArrowReader(ColumnarReader):
     """Reads Arrow IPC, a file or a stream as in the folder of a Hugging Face dataset."""
 
-    def __init__(self, path: Source, format: InputFormat, column: str | None) -> None:
+    def __init__(
+        self, path: Source, format: InputFormat, column: str | None, dialect: Dialect
+    ) -> None:
         with _opened_arrow(path) as (schema, _):
             super().__init__(path, format, schema, column)
 
@@ -106,7 +111,11 @@ def _fields(batch: Any) -> Iterator[tuple[Fields | RowError, bytes]]:
         return
     for values in zip(*map(_values, batch.columns), strict=True):
         fields = dict(zip(batch.schema.names, values, strict=True))
-        yield fields, to_json(values).encode()
+        raw = to_json(values).encode()
+        if b"\\u0000" in raw and has_nul(fields):
+            yield RowError("malformed", "found a NUL in a text"), raw
+        else:
+            yield fields, raw
 
 
 def _values(column: Any) -> list[Any]:

@@ -5,18 +5,32 @@ from __future__ import annotations
 import csv
 import json
 import math
+import re
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, islice, tee, zip_longest
-from typing import Any, NamedTuple, cast, get_args
+from typing import Any, NamedTuple
 
 from transferry.runtime.engine.result import RowError
 from transferry.runtime.engine.tasks.task import Layout
-from transferry.runtime.errors import InputError, UsageError
-from transferry.runtime.io.lines import Compression, read_raw_lines
-from transferry.runtime.jobs.formats.cells import decoded
+from transferry.runtime.errors import InputError, Option, UsageError
+from transferry.runtime.io.lines import (
+    MOST_LINE,
+    PACKED,
+    LongLine,
+    encoding_of_lines,
+    read_raw_lines,
+)
+from transferry.runtime.jobs.formats.cells import decoded, has_nul
 from transferry.runtime.jobs.formats.columnar import ArrowReader, ParquetReader
+from transferry.runtime.jobs.formats.detection import (
+    Dialect,
+    find_delimiter,
+    format_of_name,
+    is_json,
+    require_json_lines,
+)
 from transferry.runtime.jobs.formats.openai_batch import Request, parse_request
 from transferry.runtime.jobs.formats.remote_file import Source
 from transferry.runtime.jobs.formats.rows import (
@@ -30,8 +44,10 @@ from transferry.runtime.jobs.formats.rows import (
 from transferry.runtime.jobs.formats.sources import Series
 from transferry.runtime.jobs.job_options import InputFormat
 
-# Characters in a CSV field: a longer one was opened by a quotation mark that nothing closes.
-MOST_FIELD = 1 << 24
+# Rows and bytes by which the delimiter of a table is found.
+FIRST_RECORDS, FIRST_BYTES = 100, 1 << 20
+# First line of a table in which Excel tells the delimiter.
+_SEPARATOR = re.compile(rb"sep=([^\r\n])\r?\n?", re.I)
 # Deeper JSON is refused, since writing it again could exceed Python's stack.
 MOST_NESTED = 100
 # Rows of JSONL searched for an object whose keys become the columns.
@@ -51,23 +67,29 @@ def open_reader(
     column: str | None = None,
     lists: bool = False,
     languages: Languages = (None, None),
+    encoding: str | None = None,
+    delimiter: str | None = None,
 ) -> RowReader:
     """Opens a file of rows and reads its header.
 
     Args:
-        path: The file; "-" is standard input. Files of lines may be gzip or zstd.
-        format: Format. Default: from the name, else text.
+        path: The file; "-" is standard input. Files of lines may be gzip, zstd, bz2 or xz.
+        format: Format. Default: from the name.
         column: Field that holds the text. Default: `text` or `source`, or the only one besides
             `id`.
         lists: Whether the column holds lists, of messages or of token ids; only JSONL has lists.
         languages: Columns with the languages of the text and of its answer.
+        encoding: Encoding of lines. Default: UTF-8, or by the byte order mark.
+        delimiter: Character between the columns of TSV and CSV. Default: found for CSV.
 
     Raises:
         InputError: The file cannot be read, lacks the column, or has two of one name.
-        UsageError: The format cannot be read from there, or needs a package that is missing.
+        UsageError: The format is unknown, cannot be read from there, or needs a package that is
+            missing; or the encoding or the delimiter has no effect.
     """
-    name, compression = named_format(path)
-    format = format or cast(InputFormat, name if name in get_args(InputFormat) else "text")
+    dialect = Dialect(encoding, delimiter, pages=format is not None)
+    json_name = format is None and is_json(path)
+    format = format or format_of_name(path)
     if lists and format != "jsonl":
         raise UsageError(
             f"{path} is read as {format}, and --messages and --prompt-ids name a column of JSONL; "
@@ -77,11 +99,19 @@ def open_reader(
         kind = format.capitalize()
         if str(path) == "-":
             raise UsageError(f"{kind} cannot be read from standard input; name a file")
-        if compression:
+        if path.suffix.lower() in PACKED:
             raise UsageError(f"{path}: {kind} is compressed inside; unpack it first")
+        if encoding is not None:
+            raise UsageError(Option("encoding"), f" has no effect on {kind}: {path}")
+    if delimiter is not None and format not in ("tsv", "csv"):
+        raise UsageError(Option("delimiter"), f" has no effect on {format}: {path}")
     for named in filter(None, (column, *languages) if format == "text" else ()):
         raise UsageError(f"{path} is read as text, which has no column {named}; leave it out")
-    reader = _READERS[format](path, format, column)
+    if json_name:
+        lines = islice(read_raw_lines(path, encoding=encoding, pages=False), 2)
+        texts = [line.decode(encoding_of_lines(encoding), "replace") for line in lines]
+        require_json_lines(path, texts, strict=True)
+    reader = _READERS[format](path, format, column, dialect)
     for named in filter(None, languages):
         # In JSONL a field may be missing in one row and present in the next.
         if format != "jsonl" and named not in reader.layout.columns:
@@ -89,14 +119,6 @@ def open_reader(
             raise InputError(f"{path}: there is no column {named} for languages; it has {others}")
     reader.lists, reader.languages = lists, languages
     return reader
-
-
-def named_format(path: Source) -> tuple[str, Compression]:
-    """Splits a file's name into its format, which may be unknown, and its compression."""
-    compression: Compression = ""
-    if path.suffix in (".gz", ".zst"):
-        compression, path = cast(Compression, path.suffix), path.with_suffix("")
-    return path.suffix.removeprefix(".").lower(), compression
 
 
 def read_rows(
@@ -135,8 +157,11 @@ class _Line(NamedTuple):
 class _LineReader(RowReader):
     """Reads files of lines. Standard input can be iterated once."""
 
-    def __init__(self, path: Source, format: InputFormat, column: str | None) -> None:
-        self.file = path
+    def __init__(
+        self, path: Source, format: InputFormat, column: str | None, dialect: Dialect
+    ) -> None:
+        self.file, self._dialect = path, dialect
+        self._encoding = encoding_of_lines(dialect.encoding)
         self._names, lines = self._header(self._lines())
         self.layout = self._layout(format, column)
         self._standard_input = lines if str(path) == "-" else None
@@ -151,7 +176,11 @@ class _LineReader(RowReader):
 
     def _lines(self) -> Iterator[_Line]:
         """Reads the file from its beginning, header included."""
-        return map(_Line, read_raw_lines(self.file))
+        return map(_Line, self._raw_lines())
+
+    def _raw_lines(self, *, keep_ends: bool = False) -> Iterator[bytes]:
+        encoding, pages = self._dialect.encoding, self._dialect.pages
+        return read_raw_lines(self.file, keep_ends=keep_ends, encoding=encoding, pages=pages)
 
     @abstractmethod
     def _header(self, lines: Iterator[_Line]) -> tuple[list[str], Iterator[_Line]]:
@@ -167,12 +196,32 @@ class _TextReader(_LineReader):
         return ["text"], lines
 
     def _fields(self, line: _Line) -> Fields | RowError:
-        text = decoded(line.raw)
+        text = decoded(line.raw, self._encoding)
         return text if isinstance(text, RowError) else {"text": text}
 
 
 class _TsvReader(_LineReader):
     """Lines split at each tab; a quotation mark is an ordinary character."""
+
+    _delimiter: str | None = None
+
+    def _lines(self) -> Iterator[_Line]:
+        return map(_Line, self._delimited())
+
+    def _delimited(self, *, usual: str = "\t", keep_ends: bool = False) -> Iterator[bytes]:
+        """Returns the lines of the table, and finds its delimiter."""
+        lines = self._raw_lines(keep_ends=keep_ends)
+        head = list(_up_to(lines, FIRST_RECORDS, FIRST_BYTES))
+        if head and (told := _SEPARATOR.fullmatch(head[0])):  # Excel's own
+            del head[0]
+            self._delimiter = told[1].decode("latin-1")
+        self._delimiter = self._dialect.delimiter or self._delimiter
+        if self._delimiter is None:
+            texts = [line.decode(self._encoding, "replace") for line in head]
+            cut = (more := next(lines, None)) is not None
+            self._delimiter = find_delimiter(self.file, texts, usual, cut=cut)
+            head += [] if more is None else [more]
+        return chain(head, lines)
 
     def _header(self, lines: Iterator[_Line]) -> tuple[list[str], Iterator[_Line]]:
         header = next(lines, None)
@@ -192,24 +241,45 @@ class _TsvReader(_LineReader):
         return dict(zip(self._names, cells, strict=True))
 
     def _cells(self, line: _Line) -> list[str] | RowError:
-        text = decoded(line.raw)
-        return text if isinstance(text, RowError) else text.split("\t")
+        text = decoded(line.raw, self._encoding)
+        return text if isinstance(text, RowError) else text.split(self._delimiter)
+
+
+class _Record:
+    """Text lines for csv.reader, with the bytes of those that it took since the last record."""
+
+    def __init__(self, lines: Iterator[bytes], encoding: str) -> None:
+        self.lines: list[bytes] = []
+        self._source, self._encoding, self._size = lines, encoding, 0
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        line = next(self._source)
+        self.lines.append(line)
+        self._size += len(line)
+        if self._size > MOST_LINE and len(self.lines) > 1:
+            raise csv.Error("a record longer than a row may be, or an unclosed quotation mark")
+        # Bytes that are not text are found in _cells, once it is known which row has them.
+        return "" if isinstance(line, LongLine) else line.decode(self._encoding, "replace")
+
+    def taken(self) -> bytes:
+        """Returns the bytes of a record, and begins the next."""
+        lines, self.lines = self.lines, []
+        long, self._size = self._size > MOST_LINE, 0
+        if len(lines) == 1:
+            return lines[0]
+        return LongLine.of(lines) if long else b"".join(lines)
 
 
 class _CsvReader(_TsvReader):
     """RFC 4180: commas, and quotation marks around fields with commas or line breaks."""
 
     def _lines(self) -> Iterator[_Line]:
-        csv.field_size_limit(max(csv.field_size_limit(), MOST_FIELD))
-        taken: list[bytes] = []
-
-        def texts() -> Iterator[str]:
-            for line in read_raw_lines(self.file, keep_ends=True):
-                taken.append(line)
-                # Bytes that are not UTF-8 are found in _cells, once it is known which row has them.
-                yield line.decode(errors="replace")
-
-        reader = csv.reader(texts(), strict=True)
+        csv.field_size_limit(max(csv.field_size_limit(), MOST_LINE))
+        record = _Record(self._delimited(usual=",", keep_ends=True), self._encoding)
+        reader = csv.reader(record, delimiter=self._delimiter or ",", strict=True)
         while True:
             cells: list[str] | RowError
             try:
@@ -217,21 +287,26 @@ class _CsvReader(_TsvReader):
             except StopIteration:
                 return
             except csv.Error as error:
+                taken = record.lines
                 over = f" in a record over {len(taken)} lines" if len(taken) > 1 else ""
                 cells = RowError("malformed", f"expected CSV{over}, found: {error}")
-            yield _Line(b"".join(taken), cells)
-            taken.clear()
+            yield _Line(record.taken(), cells)
 
     def _cells(self, line: _Line) -> list[str] | RowError:
-        text = decoded(line.raw)
         assert line.cells is not None
+        if isinstance(line.cells, RowError) and isinstance(line.raw, LongLine):
+            return line.cells
+        text = decoded(line.raw, self._encoding)
         return text if isinstance(text, RowError) else line.cells
 
 
 class _JsonlReader(_LineReader):
     def _header(self, lines: Iterator[_Line]) -> tuple[list[str], Iterator[_Line]]:
-        seen: list[_Line] = []
-        names: list[str] = []
+        seen: list[_Line] = [*islice(lines, 2)]
+        lines, names = chain(seen, lines), list[str]()
+        firsts = [line.raw.decode(self._encoding, "replace") for line in seen]
+        require_json_lines(self.file, firsts, strict=False)
+        seen = []
         for line in islice(lines, _FIRST_ROWS):
             seen.append(line)
             fields = self._fields(line)
@@ -241,7 +316,7 @@ class _JsonlReader(_LineReader):
         return names, chain(seen, lines)
 
     def _fields(self, line: _Line) -> Fields | RowError:
-        text = decoded(line.raw)
+        text = decoded(line.raw, self._encoding)
         if isinstance(text, RowError):
             return text
         try:
@@ -259,6 +334,8 @@ class _JsonlReader(_LineReader):
                 json.dumps(fields, ensure_ascii=False).encode()
             except UnicodeEncodeError as error:
                 return RowError("undecodable", f"half of a surrogate pair: {error.reason}")
+            if has_nul(fields):
+                return RowError("malformed", "found a NUL, written as \\u0000")
         return fields
 
 
@@ -300,6 +377,15 @@ class _RequestReader(_JsonlReader):
                 "than the first; put it into another file",
             )
         return InputRow(number, id, text, repeated, raw, kind=request.kind)
+
+
+def _up_to(lines: Iterator[bytes], count: int, size: int) -> Iterator[bytes]:
+    """Yields the first lines, until there are enough of them or of their bytes."""
+    for line in islice(lines, count):
+        yield line
+        size -= len(line)
+        if size < 0:
+            return
 
 
 _READERS: dict[InputFormat, Callable[..., RowReader]] = {

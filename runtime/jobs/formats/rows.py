@@ -11,11 +11,14 @@ from typing import Any, Literal
 from transferry.runtime.engine.result import RowError
 from transferry.runtime.engine.tasks.task import Layout
 from transferry.runtime.errors import InputError
+from transferry.runtime.io.lines import LongLine
 from transferry.runtime.jobs.formats.cells import as_text, to_json
 from transferry.runtime.jobs.formats.remote_file import Source
 from transferry.runtime.jobs.job_options import InputFormat
 
 Fields = dict[str, Any]
+# Bytes that a row keeps of its line: thousands of rows are read ahead.
+_MOST_RAW = 1 << 12
 Languages = tuple[str | None, str | None]
 
 
@@ -28,7 +31,8 @@ class InputRow:
         id: The field `id`; `number` where the row has none.
         text: Text for the task, or why the row has none.
         fields: All other fields, in order, which the output repeats.
-        raw: Bytes that the row was read from, or that distinguish it from any other row.
+        raw: Bytes that the row was read from, or that distinguish it from any other row, such as
+            the hash of many bytes.
         target: Target of a pair, or its error; None where rows are not pairs.
         languages: Languages of the text and of its answer; None is the job's.
         kind: Type of a text that is JSON, where the row itself names the type.
@@ -106,6 +110,8 @@ class RowReader(ABC):
 
     def _row(self, number: int, fields: Fields | RowError, raw: bytes) -> InputRow:
         number += self.offset
+        if len(raw) > _MOST_RAW:
+            raw = LongLine.of([raw])
         if isinstance(fields, RowError):
             return InputRow(number, number, fields, {}, raw)
         text = self._text(fields)

@@ -6,7 +6,6 @@ import csv
 import io
 import json
 import math
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,15 +23,13 @@ from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.io.lines import Compression, packed, read_blocks
 from transferry.runtime.jobs.formats.cells import as_text, json_value
 from transferry.runtime.jobs.formats.columnar import import_pyarrow, opened_parquet
+from transferry.runtime.jobs.formats.detection import TEXT_NAME, named_format
 from transferry.runtime.jobs.formats.openai_batch import response_line
-from transferry.runtime.jobs.formats.readers import named_format
 from transferry.runtime.jobs.formats.rows import InputRow
 
 Record = Mapping[str, Any]
 # Columns of every task behind its own; in tables `error` is two columns.
 _ANY_TASK = columns(truncated="boolean", error_kind="text", error_message="text")
-# Endings of text files: none, a number, and languages such as de, pt-BR and deu_Latn.
-_TEXT_NAME = re.compile(r"|txt|out|\d+|[a-z]{1,2}([-_][a-z]{2})?|[a-z]{3}_[a-z]{4}")
 ROW_GROUP = 4096
 _AS_SPACE = {ord(letter): " " for letter in "\t\r\n"}
 
@@ -147,7 +144,7 @@ def _chosen_format(
         format = "openai"
     if format is None and name in get_args(OutputFormat):
         format = cast(OutputFormat, name)
-    if format is None and not _TEXT_NAME.fullmatch(name):
+    if format is None and name not in ("txt", "out") and not TEXT_NAME.fullmatch(name):
         endings = {"text": "txt", "openai": "jsonl"}
         known = dict.fromkeys(f".{endings.get(each, each)}" for each in task.formats)
         raise UsageError(

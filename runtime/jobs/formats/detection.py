@@ -1,0 +1,160 @@
+"""The format of an input, by its name and its first lines."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.io.lines import PACKED, Compression
+from transferry.runtime.jobs.formats.remote_file import Source
+from transferry.runtime.jobs.job_options import InputFormat
+
+# Formats by the ending of a name.
+FORMATS: dict[str, InputFormat] = {
+    **dict.fromkeys(("txt", "text", "out"), "text"),
+    **dict.fromkeys(("src", "tgt", "trg", "ref", "hyp", "tok", "bpe", "lines"), "text"),
+    **dict.fromkeys(("tsv", "tab"), "tsv"),
+    "csv": "csv",
+    **dict.fromkeys(("jsonl", "ndjson", "jsonlines", "json"), "jsonl"),
+    **dict.fromkeys(("parquet", "pq"), "parquet"),
+    **dict.fromkeys(("arrow", "feather", "ipc"), "arrow"),
+}
+# Endings of text files beside those: none, a number, and languages such as de, pt-BR and deu_Latn.
+TEXT_NAME = re.compile(
+    r"|[\d-]+|[a-z]{1,2}([-_]([a-z]{2}|[a-z]{4}))?|[a-z]{3}_[a-z]{4}"
+    "|ara|ces|deu|eng|fin|fra|hin|ita|jpn|kor|nld|pol|por|rus|spa|swe|tur|ukr|vie|zho"
+)
+_KNOWN = ".csv, .tsv, .jsonl, .ndjson, .parquet, .arrow, .feather, .txt, or languages such as .de"
+# How files of other formats become rows.
+_CONVERSIONS = {
+    "docx": "pandoc -t plain --wrap=none FILE -o NEW.txt",
+    "pdf": "pdftotext FILE NEW.txt",
+    "html": "pandoc -t plain --wrap=none FILE -o NEW.txt",
+    **dict.fromkeys(("xlsx", "xls", "ods"), "soffice --convert-to csv FILE"),
+    "orc": "python -c \"import pandas; pandas.read_orc('FILE').to_parquet('NEW.parquet')\"",
+}
+DELIMITERS = (",", ";", "\t", "|")
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How a file is read, where its format leaves that open.
+
+    Attributes:
+        encoding: Encoding of its text. Default: UTF-8, or by its byte order mark.
+        delimiter: Character between two columns. Default: as the format has it.
+        pages: Whether the lines may be those of a page in HTML.
+    """
+
+    encoding: str | None = None
+    delimiter: str | None = None
+    pages: bool = True
+
+
+def named_format(path: Source) -> tuple[str, Compression]:
+    """Splits the name of an output into its format, which may be unknown, and its compression."""
+    compression: Compression = ""
+    if path.suffix in (".gz", ".zst"):
+        compression, path = cast(Compression, path.suffix), path.with_suffix("")
+    return path.suffix.removeprefix(".").lower(), compression
+
+
+def format_of_name(path: Source) -> InputFormat:
+    """Returns the format that the name of an input says.
+
+    Raises:
+        UsageError: The name says another format, or has an unknown ending.
+    """
+    if str(path) == "-":
+        return "text"
+    whole, named = path, path
+    if named.suffix.lower() in PACKED:
+        named = named.with_suffix("")
+    name = named.suffix.removeprefix(".").lower()
+    if name.isdecimal():  # rows.csv.1 is no text
+        before = named.with_suffix("").suffix.removeprefix(".").lower()
+        name = before if before in FORMATS else name
+    if name in FORMATS:
+        return FORMATS[name]
+    if TEXT_NAME.fullmatch(name):
+        return "text"
+    advice = f"convert it ({_CONVERSIONS[name]})" if name in _CONVERSIONS else "convert it"
+    raise UsageError(
+        f"{whole}: there is no input format {name}; {advice}, or choose with --format-in. Known: "
+        f"{_KNOWN}, lines also with {', '.join(PACKED)}"
+    )
+
+
+def is_json(path: Source) -> bool:
+    """Whether a name says JSON, and not lines of JSON."""
+    named = path.with_suffix("") if path.suffix.lower() in PACKED else path
+    return named.suffix.lower() == ".json"
+
+
+def require_json_lines(path: Source | str, lines: Sequence[str], *, strict: bool) -> None:
+    """Raises InputError for the first two lines of a document in JSON.
+
+    `strict` refuses a single object too.
+    """
+    if not lines or (start := lines[0].strip())[:1] not in ("[", "{"):
+        return
+    try:
+        value = json.loads(start)
+        whole = len(lines) == 1 and (strict or (isinstance(value, list) and value != []))
+    except ValueError:
+        whole = start == "{" or (start[0] == "[" and (start == "[" or start[-1] == ","))
+    except RecursionError:
+        whole = False
+    if whole:
+        found = ".[]" if start[0] == "[" else "."
+        raise InputError(
+            f"{path} is one document in JSON, not an object a line; convert it: "
+            f"jq -c '{found}' OLD.json > NEW.jsonl"
+        )
+
+
+def find_delimiter(path: Source | str, lines: Sequence[str], usual: str, *, cut: bool) -> str:
+    """Returns the delimiter of a table, by its first lines, header included.
+
+    A delimiter fits if all records have as many columns as the header, and more than one.
+
+    Args:
+        path: The file, for messages.
+        lines: Its first lines, with their ends.
+        usual: Delimiter of the format.
+        cut: Whether the file goes on.
+
+    Raises:
+        InputError: Several delimiters fit, or the header has another one and some rows have not.
+    """
+    header = lines[0] if lines else ""
+    # TSV has no quoting, so its rows say less.
+    fitting = [each for each in DELIMITERS if usual != "\t" and _fits(lines, each, cut=cut)]
+    if len(fitting) == 1:
+        return fitting[0]
+    others = [] if usual in header else [each for each in DELIMITERS if each in header]
+    if usual == "\t":
+        others = [each for each in others if any(each in line for line in lines[1:])]
+    if not fitting and not others:
+        return usual
+    found = " or ".join(map(repr, fitting or [usual, *others]))
+    raise InputError(
+        f"{path}: cannot tell whether {found} stands between columns; choose one with --delimiter, "
+        "such as --delimiter tab"
+    )
+
+
+def _fits(lines: Sequence[str], delimiter: str, *, cut: bool) -> bool:
+    widths = []
+    try:
+        for record in csv.reader(lines, delimiter=delimiter, strict=True):
+            widths += [len(record)] if record else []
+    except csv.Error as error:
+        if not (cut and "end of data" in str(error)):
+            return False
+    return len(set(widths)) == 1 and widths[0] > 1
