@@ -27,11 +27,16 @@ export class Engine {
    *
    * @param {string | URL | object} place see `Bundle.open`
    * @param {object} [options] variant: "portable" by default; ort: onnxruntime; session: its session
-   *   options; progress: called with bytes read and bytes in all; tokenizer: see `Bundle.open`
+   *   options; progress: called with bytes read and bytes in all; tokenizer: see `Bundle.open`;
+   *   specialTokens: meaning of text such as "</s>": "as-text" by default, or "as-tokens"
    * @returns {Promise<Engine>}
    */
-  static async load(place, { variant = "portable", ort, session, progress, tokenizer } = {}) {
+  static async load(place, { variant = "portable", ort, session, progress, tokenizer, specialTokens } = {}) {
+    if (![undefined, "as-text", "as-tokens"].includes(specialTokens)) {
+      throw new UsageError(`specialTokens must be as-text or as-tokens, found ${specialTokens}`);
+    }
     const bundle = place instanceof Bundle ? place : await Bundle.open(place, { tokenizer });
+    if (specialTokens === "as-tokens") bundle.tokenizer.readSpecialTokens();
     const chosen = bundle.variant(variant);
     ort ??= await loadOnnxRuntime();
     const all = bundle.graphFiles(chosen).reduce((sum, file) => sum + bundle.manifest.files[file].size, 0);

@@ -205,6 +205,8 @@ export class Engine {
       session?: object;
       progress?: (read: number, all: number) => void;
       tokenizer?: OtherTokenizer;
+      /** Meaning of text that looks like a special token. Default: "as-text". */
+      specialTokens?: "as-text" | "as-tokens";
     },
   ): Promise<Engine>;
   readonly bundle: Bundle;

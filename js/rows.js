@@ -19,30 +19,34 @@ export class RowError extends Error {
  * @param {string} text
  * @param {object} tokenizer see tokenizer/tokenizer.js
  * @param {object} limits positions: most tokens; longRows: "error" or "truncate"; reserve:
- *   positions to leave free when truncating; wrap: puts special tokens around the ids
+ *   positions to leave free when truncating; wrap: puts special tokens around the ids of a target,
+ *   which is cut at its end
  * @param {(text: string) => number[]} [encode] default: that of the tokenizer
  * @returns {{ids: number[], tokens: number, truncated: boolean}}
  * @throws {RowError} of kind empty or too-long
  */
 export function encodeRow(text, tokenizer, limits, encode = (each) => tokenizer.encode(each)) {
   const { positions, longRows = "error", reserve = 0 } = limits;
-  const wrap = limits.wrap ?? ((ids) => tokenizer.special.wrap(ids));
+  const { special } = tokenizer;
+  const wrap = limits.wrap ?? ((ids) => special.wrap(ids));
+  const keepsEnd = !limits.wrap && special.keepsEnd;
   const truncates = longRows === "truncate";
-  const room = Math.max(0, positions - (truncates ? reserve : 0));
+  const most = (!limits.wrap && special.longest) || positions;
+  const room = truncates ? Math.max(0, Math.min(positions - reserve, most)) : positions;
   const around = wrap([]).length;
   // The length of a text bounds its tokens from below, so one of megabytes is not split at all.
   const longest = limits.longest ?? tokenizer.longestToken;
   const characters = longest && text.length > positions * longest ? [...text] : null;
   const least = characters ? Math.ceil(characters.length / longest) : 0;
   const far = least > positions;
-  const head = !far ? text : truncates ? characters.slice(0, room * longest).join("") : "";
+  const head = !far || (truncates && keepsEnd) ? text : truncates ? characters.slice(0, room * longest).join("") : "";
   const ids = encode(head);
   const tokens = (far ? least : ids.length) + around;
   if (isBlank(text)) throw new RowError("empty", "there is no text to work on", tokens);
   if (tokens <= room) return { ids: wrap(ids), tokens, truncated: false };
   if (truncates && room > around) {
-    const kept = ids.slice(0, room - around);
-    return { ids: wrap(kept), tokens, truncated: true };
+    const kept = room - around;
+    return { ids: wrap(keepsEnd ? special.cut(ids, kept) : ids.slice(0, kept)), tokens, truncated: true };
   }
   throw tooLong(tokens, positions, far ? "at least " : "");
 }

@@ -204,6 +204,8 @@ class ModelConfig(TransformerConfig):
         segments: Kinds of segments of an encoder-only model, each with a vector that is added to
             the embedding, as in BERT; 0 means that it does not tell them apart.
         segment_end: Token id that ends a segment: tokens after the first belong to the second.
+        padding_token: Token id without a position of its own in a source: it takes that of padding
+            and the next token the next position, as in RoBERTa; -1 for no such token.
     """
 
     head_width: _SizeOrNone = 0
@@ -245,6 +247,7 @@ class ModelConfig(TransformerConfig):
     unit_length: bool = False
     segments: _SizeOrNone = 0
     segment_end: Whole = 0
+    padding_token: Annotated[int, msgspec.Meta(ge=-1)] = -1
 
     def __post_init__(self) -> None:
         check_value("architecture", self.architecture, Architecture)
@@ -279,6 +282,12 @@ class ModelConfig(TransformerConfig):
             fits &= self.positions in ("sinusoidal", "learned") and not self.relative_buckets
             fits &= not self.separate_positions
             require(fits, "decoder_cell", expected, "ssru")
+        fits = self.positions == "learned" and bool(self.encoder_layers)
+        expected = "-1 without an encoder that learned its positions"
+        require(fits or self.padding_token < 0, "padding_token", expected, self.padding_token)
+        expected = f"an id below {self.source_vocabulary}"
+        fits = self.padding_token < self.source_vocabulary
+        require(fits, "padding_token", expected, self.padding_token)
         self._check_layers()
         self._check_head()
 

@@ -100,6 +100,9 @@ class Transformer(nn.Module):
             self.positions = nn.Parameter(torch.empty(config.max_positions, first))
             if config.separate_positions:
                 self.source_positions = nn.Parameter(torch.empty_like(self.positions))
+        self.padding_position = None
+        if config.padding_token >= 0:
+            self.padding_position = nn.Parameter(torch.zeros(1, first))
         for name, table in self.tables().items():
             self.register_buffer(name, table.to(torch.get_default_dtype()), persistent=False)
         self._initialise()
@@ -178,7 +181,14 @@ class Transformer(nn.Module):
             x = x * math.sqrt(self.config.d_model)
         if positions is not None and self.config.positions in ("sinusoidal", "learned"):
             # Not self.positions[positions]: the exporter would make a copy and a GatherND.
-            x = x + F.embedding(positions, self.positions if table is None else table)
+            known = self.positions if table is None else table
+            if source and self.padding_position is not None:
+                counted = tokens != self.config.padding_token
+                places = (counted.long().cumsum(dim=1) - 1).clamp(min=0)
+                found = F.embedding(places, known)
+                x = x + torch.where(counted[..., None], found, self.padding_position)
+            else:
+                x = x + F.embedding(positions, known)
         if self.segment_embedding is not None:
             # Of the tokens after the first end of a segment; an end belongs to its segment.
             ends = (tokens == self.config.segment_end).long()

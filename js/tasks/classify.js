@@ -91,7 +91,8 @@ export function tag(engine, text, { aggregation = "none", longRows } = {}) {
       if (!scores.every(Number.isFinite)) throw notFinite();
       return probabilities(scores, "softmax");
     });
-    const tags = entities(text, tokenizer.places(text), rows, labels, aggregation);
+    const places = tokenizer.special.cut(tokenizer.places(text), rows.length);
+    const tags = entities(text, places, rows, labels, aggregation);
     const record = { source: text, tags };
     return truncated ? { ...record, truncated } : record;
   });
@@ -114,8 +115,9 @@ function headRecord(engine, row, longRows, answer) {
 }
 
 /** Returns the ids of two texts joined as the tokenizer's template says; see `encodeRow`. */
-function encodePair(first, second, tokenizer, { positions, longRows }) {
+function encodePair(first, second, tokenizer, { positions: most, longRows }) {
   const { special } = tokenizer;
+  const positions = longRows === "truncate" ? Math.min(most, special.longest || most) : most;
   if (isBlank(first) || isBlank(second)) throw new RowError("empty", "there is no text to work on");
   let [left, right] = [tokenizer.encode(first), tokenizer.encode(second)];
   const join = () => special.wrap([...left, ...special.between, ...right]);
@@ -124,9 +126,9 @@ function encodePair(first, second, tokenizer, { positions, longRows }) {
   const truncated = left.length + right.length > room;
   if (truncated && (longRows !== "truncate" || room < 2)) throw tooLong(tokens, positions);
   if (truncated) {
-    const most = longestFirst(left.length, right.length, room);
-    left = left.slice(0, most[0]);
-    right = right.slice(0, most[1]);
+    const kept = longestFirst(left.length, right.length, room);
+    left = special.cut(left, kept[0]);
+    right = special.cut(right, kept[1]);
   }
   return { ids: join(), tokens, truncated };
 }

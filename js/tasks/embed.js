@@ -30,10 +30,13 @@ export function embed(engine, text, { pooling, normalise = false, prompt, longRo
     const { ids, truncated } = encodeRow(prompted, engine.bundle.tokenizer, limits);
     const whole = pooling === undefined && head?.task === "embed";
     const { data, dims } = await encodeIds(engine, ids, whole ? "head" : "hidden");
-    const width = dims.at(-1);
+    const all = dims.at(-1);
+    const width = (whole && head.width) || all;
     const count = whole || pooling === "first" ? 1 : ids.length;
     const vector = new Float64Array(width);
-    for (let place = 0; place < count * width; place++) vector[place % width] += data[place];
+    for (let place = 0; place < count * all; place++) {
+      if (place % all < width) vector[place % all] += data[place];
+    }
     const divisor = normalise ? Math.hypot(...vector.map((value) => value / count)) || Number.MIN_VALUE : 1;
     const found = Float32Array.from(vector, (value) => value / count / divisor);
     if (!found.every(Number.isFinite)) throw notFinite();

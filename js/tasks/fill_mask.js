@@ -20,20 +20,15 @@ export function fillMask(engine, text, { mask = "[MASK]", top = 5, longRows } = 
   if (!Number.isInteger(top) || top < 1) throw new UsageError(`top must be at least 1, found ${top}`);
   if (!mask) throw new UsageError("mask must be a text");
   checkLongRows(longRows);
-  const encodeMasked = (masked) =>
-    masked.split(mask).flatMap((piece, place, pieces) =>
-      // One blank before a mask belongs to it, as to any word.
-      place < pieces.length - 1
-        ? [...tokenizer.encode(piece.replace(/ $/, "")), special.mask]
-        : tokenizer.encode(piece),
-    );
+  const encodeMasked = (masked) => tokenizer.encodeMasked(masked.split(mask));
   const longest = tokenizer.longestToken && Math.max(tokenizer.longestToken, mask.length + 1);
   return answered(text, { text: "" }, async () => {
     const limits = { positions: engine.positions, longRows, longest };
     const { ids, truncated } = encodeRow(text, tokenizer, limits, encodeMasked);
     const places = [...ids.keys()].filter((place) => ids[place] === special.mask);
     if (!places.length) {
-      const where = truncated ? ` among the first ${ids.length} tokens` : "";
+      const side = special.keepsEnd ? "last" : "first";
+      const where = truncated ? ` among the ${side} ${ids.length} tokens` : "";
       throw new RowError("no-mask", `there is no ${mask} to fill in${where}`);
     }
     const { data, dims } = await encodeIds(engine, ids, "logits");

@@ -176,7 +176,7 @@ function encode(engine, text, longRows, reserve) {
   if (!text.length) throw new RowError("empty", "there are no tokens to work on");
   if (text.length <= positions) return { ids: text, truncated: false };
   if (longRows === "truncate" && positions > reserve) {
-    return { ids: text.slice(0, positions - reserve), truncated: true };
+    return { ids: engine.bundle.tokenizer.special.cut(text, positions - reserve), truncated: true };
   }
   throw tooLong(text.length, positions);
 }

@@ -45,7 +45,7 @@ for (const name of ["onnxruntime-node", "onnxruntime-web"]) {
 }
 
 test("texts have the ids of Python", { skip: NONE }, async (context) => {
-  for (const { bundle, texts, ids, decoded, targets, answers, places } of cases.ids) {
+  for (const { bundle, texts, ids, decoded, targets, answers, places, ...read } of cases.ids) {
     const { tokenizer } = await Bundle.open(bundle);
     await context.test(`${texts.length} texts, ${bundle}`, () => {
       texts.forEach((text, row) => {
@@ -58,6 +58,14 @@ test("texts have the ids of Python", { skip: NONE }, async (context) => {
       });
       targets.forEach((target, row) => assert.deepEqual(tokenizer.encodeTarget(texts[row]), target));
       for (const [answer, text] of answers) assert.equal(tokenizer.decode(answer), text, `${answer}`);
+      if (!read.special) return;
+      tokenizer.special.mask = read.mask;
+      read.masked.forEach((found, row) => {
+        const pieces = `${texts[row]} [MASK]  [MASK]\t${texts[row]}`.split("[MASK]");
+        assert.deepEqual(tokenizer.encodeMasked(pieces), found, JSON.stringify(pieces));
+      });
+      tokenizer.readSpecialTokens();
+      read.written.forEach((text, row) => assert.deepEqual(tokenizer.encode(text), read.special[row], text));
     });
   }
 });

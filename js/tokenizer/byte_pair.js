@@ -3,12 +3,13 @@
 import { InputError } from "../errors.js";
 import { Heap } from "./heap.js";
 import { translate } from "./pattern.js";
+import { TextTokenizer } from "./text_tokenizer.js";
 
 const MOST_CHARACTERS_AT_ONCE = 500_000;
 const RANKS = "ranks.tiktoken";
 
 /** Text to token ids and back; see docs/portability.md. */
-export class BytePairTokenizer {
+export class BytePairTokenizer extends TextTokenizer {
   #encoder = new TextEncoder();
   #pattern;
   #ranks = new Map(); // of tokens as strings with one character a byte
@@ -22,6 +23,7 @@ export class BytePairTokenizer {
    * @param {object} special see special_tokens.js
    */
   constructor(settings, [content], special) {
+    super();
     this.special = special;
     this.first = settings.first_ordinary_id;
     this.#pattern = translate(settings.pattern);
@@ -64,7 +66,7 @@ export class BytePairTokenizer {
   }
 
   /** Returns the token ids of a text, without special tokens. */
-  encode(text) {
+  encodePlain(text) {
     const ids = [];
     for (const part of parts(text.toWellFormed())) {
       for (const [word] of part.matchAll(this.#pattern)) {
@@ -111,11 +113,6 @@ export class BytePairTokenizer {
       ranks.push(this.#ranks.get(word.slice(place, end[place])));
     }
     return ranks;
-  }
-
-  /** Returns the token ids of a text that the model writes. */
-  encodeTarget(text) {
-    return this.encode(text);
   }
 
   /** Returns the text of token ids; ids without text are skipped. */

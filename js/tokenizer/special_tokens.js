@@ -15,6 +15,9 @@ export class SpecialTokens {
     this.ends = [fields.eos_id, ...(fields.more_ends ?? [])];
     this.languages = fields.languages ?? {};
     this.beginsWithLanguage = fields.begins_with_language ?? false;
+    this.longest = fields.longest ?? 0;
+    this.keepsEnd = fields.keeps_end ?? false;
+    this.texts = fields.texts ?? {};
     const around = [...this.before, ...this.between, ...this.after];
     const named = [this.pad, this.bos, fields.eos_id, ...around, ...Object.values(this.languages)];
     this.ids = new Set(this.mask === null ? named : [...named, this.mask]);
@@ -23,6 +26,11 @@ export class SpecialTokens {
   /** Adds the ids before and after a text. */
   wrap(ids) {
     return [...this.before, ...ids, ...this.after];
+  }
+
+  /** Returns the ids that a truncated text keeps, at most `room`. */
+  cut(ids, room) {
+    return this.keepsEnd ? ids.slice(Math.max(0, ids.length - room)) : ids.slice(0, room);
   }
 
   /** Returns the id of a language. */

@@ -10,6 +10,7 @@ import { HuggingFaceTokenizer } from "./hugging_face/tokenizer.js";
 import { SentencePiecePair, SentencePieceTables } from "./sentence_piece/pair.js";
 import { SentencePieceTokenizer } from "./sentence_piece/tokenizer.js";
 import { SpecialTokens } from "./special_tokens.js";
+import { TextTokenizer } from "./text_tokenizer.js";
 
 const FORMAT = 1;
 const PAIR = ["source.spm", "target.spm", "vocab.json"];
@@ -64,21 +65,18 @@ export function openTokenizer(settings, contents, other) {
 }
 
 /** A tokenizer that replaces that of a bundle. */
-class OtherTokenizer {
+class OtherTokenizer extends TextTokenizer {
   longestToken = null;
 
   constructor(settings, special, other) {
+    super();
     this.special = special;
     this.vocabularySize = settings.vocabulary_size;
     this.other = other;
   }
 
-  encode(text) {
+  encodePlain(text) {
     return Array.from(this.other.encode(text), Number);
-  }
-
-  encodeTarget(text) {
-    return this.encode(text);
   }
 
   decode(ids) {

@@ -27,6 +27,7 @@ class HeadSettings:
         longest: Tokens that rows are cut to, special tokens included; 0 disables it.
         prompts: Texts that may be put before each text, by name.
         default_prompt: Name of the prompt that is used by default; may be empty.
+        width: Numbers of a vector that are kept, the first of them; 0 keeps all.
     """
 
     task: Literal["embed", "classify", "tag"]
@@ -36,6 +37,7 @@ class HeadSettings:
     longest: Whole = 0
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str = ""
+    width: Whole = 0
 
     def prompt(self, name: str | None) -> str:
         """Text to put before each text: the prompt of a name, by default `default_prompt`.

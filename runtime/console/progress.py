@@ -253,6 +253,8 @@ def show_summary(out: Path, summary: Summary, *, quiet: bool, as_json: bool) -> 
 
     Raises BadRowsError if rows hold an error.
     """
+    from transferry.runtime.jobs.summary import counted
+
     if not quiet:
         say(f"{out} was finished before: {summary}" if summary.finished_before else str(summary))
         if marks := summary.marks():
@@ -263,6 +265,12 @@ def show_summary(out: Path, summary: Summary, *, quiet: bool, as_json: bool) -> 
                     for name, value in found
                     if value is not None
                 )
+            )
+        if summary.special_texts:
+            meant = summary.made.get("special_tokens", "as-text")
+            say(
+                f"{counted(summary.special_texts, 'row')} with text that looks like a special "
+                f"token, read {meant} (--special-tokens)"
             )
     if as_json:
         click.echo(json.dumps(summary.to_dict(), indent=1))

@@ -214,6 +214,13 @@ job_options = together(
         help="Output file; - is stdout.",
     ),
     session_options,
+    option(
+        "--special-tokens",
+        panel=ROWS,
+        type=click.Choice(["as-text", "as-tokens"]),
+        default="as-text",
+        help='Meaning of text such as "</s>": text, or as in transformers a special token.',
+    ),
     option("--device", panel=MACHINE, default="0", help="GPUs that share the work, such as 0,1."),
     option(
         "--replicas",
@@ -323,4 +330,5 @@ def _engine_loader(options: Mapping[str, Any]) -> Callable[[], Engine]:
         batches=batch_options(rows),
         require_certificate=options["require_certificate"] or False,
         trusted_key=trusted_key,
+        special_tokens=options["special_tokens"],
     )

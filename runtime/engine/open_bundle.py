@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.specs import Variant
@@ -104,6 +104,7 @@ class OpenBundle:
         require_certificate: Strength | bool = False,
         trusted_key: Path | str | None = None,
         prove: Callable[[Bundle, ServedModel], ParityReport] = verify_recorded,
+        special_tokens: Literal["as-text", "as-tokens"] = "as-text",
         **session: Any,
     ) -> Self:
         """Opens a bundle.
@@ -124,6 +125,8 @@ class OpenBundle:
                 batches than were verified are not computed, other searches refused.
             trusted_key: PEM file of the public key that must have signed the required certificate.
             prove: Verifies, on this machine, a bundle that was verified on another.
+            special_tokens: Meaning of text that looks like a special token, such as "</s>": text,
+                or as in transformers that token. Chats and token ids are read alike in both.
             **session: Fields of SessionOptions that override `options`, such as `provider="cuda"`.
 
         Raises:
@@ -147,6 +150,11 @@ class OpenBundle:
             *(_open_certified(bundle, chosen, each, strength, trusted, prove) for each in devices),
             strict=True,
         )
+        if special_tokens == "as-tokens":
+            bundle.tokenizer.read_special_tokens()
+        elif special_tokens != "as-text":
+            found = f"found {special_tokens!r}"
+            raise UsageError(Option("special_tokens"), f" must be as-text or as-tokens, {found}")
         if strength:
             batches = _covered(batches, models[0].batches, required)
         named: dict[str, Any] = {"required": required if strength else (), "batches": batches}
@@ -267,6 +275,7 @@ class OpenBundle:
             "devices": len(self.models),
             "replicas": self.replicas,
             "sentencex": sentences_version(),
+            **({"special_tokens": "as-tokens"} if self.bundle.tokenizer.reads_special else {}),
             **self.model.describe(),
         }
 

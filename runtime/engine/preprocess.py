@@ -40,7 +40,7 @@ class EncodedRow:
         tokens: Length of the whole text, special tokens included; a lower bound if the text is far
             too long to be tokenised.
         error: Why the model does not read the row; None if it does.
-        truncated: Whether `ids` are only the beginning of the text.
+        truncated: Whether `ids` are only a part of the text.
         row_id: Seeds the samples of the row.
         target: Token of the language of the answer; None is the bundle's own.
     """
@@ -96,7 +96,9 @@ class Preprocessor:
         A text that is too long is an error, or with "truncate" cut so that `reserve` positions are
         free.
         """
-        room = max(0, self.positions - (reserve if long_rows == "truncate" else 0))
+        room = self.positions
+        if long_rows == "truncate":
+            room = max(0, min(room - reserve, self.special.longest or room))
         plain = [text.text if isinstance(text, InLanguages) else text for text in texts]
         heads = [self._head(text, room, long_rows) for text in plain if isinstance(text, str)]
         ids = iter(self.encode_batch(heads))
@@ -131,10 +133,12 @@ class Preprocessor:
         return -(-len(text) // self.longest_token) if self.longest_token else 0
 
     def _head(self, text: str, room: int, long_rows: LongRows) -> str:
-        """Returns the beginning of a text that determines its row."""
+        """Returns the part of a text that determines its row."""
         if self._least(text) <= self.positions:
             return text
         assert self.longest_token is not None
+        if long_rows == "truncate" and self.special.keeps_end:
+            return text  # its tokens may depend on all that comes before
         return text[: room * self.longest_token] if long_rows == "truncate" else ""
 
     def _row(self, text: str, ids: Sequence[int], room: int, long_rows: LongRows) -> EncodedRow:
@@ -147,7 +151,8 @@ class Preprocessor:
         elif tokens <= room:
             return EncodedRow(text, wrapped, tokens)
         elif long_rows == "truncate" and room > around:
-            return EncodedRow(text, self.special.wrap(ids[: room - around]), tokens, truncated=True)
+            kept = self.special.wrap(self.special.cut(ids, room - around))
+            return EncodedRow(text, kept, tokens, truncated=True)
         else:
             error = too_long(tokens, self.positions, "at least " * uncounted)
         return EncodedRow(text, (), tokens, error)

@@ -111,7 +111,8 @@ def encode_prompt(
         return EncodedRow(prompt.text, error=RowError("empty", "there are no tokens to work on"))
     tokens = len(ids)
     if long_rows == "truncate" and prompt.kind == "ids" and tokens > positions - reserve > 0:
-        return EncodedRow(prompt.text, ids[: positions - reserve], tokens, truncated=True)
+        kept = tokenizer.special.cut(ids, positions - reserve)
+        return EncodedRow(prompt.text, kept, tokens, truncated=True)
     if tokens > positions:
         return EncodedRow(prompt.text, (), tokens, too_long(tokens, positions))
     return EncodedRow(prompt.text, ids, tokens)

@@ -73,6 +73,12 @@ class RowResult(ABC):
     shared_prompt_tokens: int = field(default=0, compare=False, repr=False)
 
     @property
+    def texts(self) -> list[str]:
+        """Texts that were read: the source, and the second text of a pair."""
+        both = (self.source, getattr(self, "pair", None))
+        return [text for text in both if isinstance(text, str)]
+
+    @property
     def target_tokens(self) -> int:
         """Number of tokens that were generated, filled in or scored."""
         return 0

@@ -420,6 +420,7 @@ class Job:
     ) -> Chunk:
         """Writes rows into one file, and calls `add` with the counts of each one written."""
         chunk, digest = Chunk(first=first), hashlib.sha256()
+        looks_special = self.engine.bundle.tokenizer.looks_special
 
         def records() -> Iterator[dict[str, Any]]:
             before = time.monotonic()
@@ -429,7 +430,8 @@ class Job:
                 yield {"id": row.id, **row.fields, **result.record(self.task.n_best)}
                 row.update(digest)
                 now = time.monotonic()
-                tally = Tally.of(row.number, result, now - before)
+                looks = any(looks_special(text) for text in result.texts)
+                tally = Tally.of(row.number, result, now - before, looks_special=looks)
                 before = now
                 chunk.add(tally)
                 add(tally)

@@ -39,6 +39,7 @@ class Tally:
         repeated: Rows with the answer of an equal row before, which were not computed again.
         shared_prompt_tokens: Tokens of prompts that were copied from a row of the same batch that
             begins alike. Depends on the batches, as the speed does.
+        special_texts: Rows with text that looks like a special token of the model's tokenizer.
     """
 
     rows: int = 0
@@ -51,9 +52,12 @@ class Tally:
     first_error: str = ""
     repeated: int = 0
     shared_prompt_tokens: int = 0
+    special_texts: int = 0
 
     @classmethod
-    def of(cls, number: int, result: RowResult, seconds: float) -> Tally:
+    def of(
+        cls, number: int, result: RowResult, seconds: float, *, looks_special: bool = False
+    ) -> Tally:
         """Counts the row of a number."""
         error = result.error
         return Tally(
@@ -62,6 +66,7 @@ class Tally:
             truncated=int(result.truncated),
             repeated=int(result.repeated),
             shared_prompt_tokens=result.shared_prompt_tokens,
+            special_texts=int(looks_special),
             source_tokens=result.source_tokens,
             target_tokens=result.target_tokens,
             log_probability=result.total,
@@ -125,6 +130,7 @@ class Summary(Tally):
             "truncated": self.truncated,
             "repeated": self.repeated,
             "shared_prompt_tokens": self.shared_prompt_tokens,
+            "special_texts": self.special_texts,
             "source_tokens": self.source_tokens,
             "target_tokens": self.target_tokens,
             "seconds": round(self.seconds, 3),

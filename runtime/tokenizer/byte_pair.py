@@ -143,8 +143,7 @@ class Tokenizer(AnyTokenizer):
         size, chat = self.vocabulary_size, self.chat
         return self.pattern, self.special, self._ids, self._tokens, size, chat
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text, without special tokens."""
+    def _encode(self, text: str) -> list[int]:
         ids: list[int] = []
         for start in range(0, len(text), _MAX_CHARACTERS_AT_ONCE):
             piece = text[start : start + _MAX_CHARACTERS_AT_ONCE]

@@ -1,16 +1,17 @@
 """Special tokens, and the interface and files that all kinds of tokenizer share."""
 
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import msgspec
 
-from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.errors import InputError, Option, UsageError
 from transferry.runtime.io.atomic import atomic_file
 from transferry.runtime.io.documents import parse_document
 from transferry.runtime.io.whole import read_bytes
@@ -25,6 +26,9 @@ from transferry.runtime.tokenizer.chat import (
 
 FORMAT_VERSION = 1
 SETTINGS_FILE = "tokenizer.json"
+
+
+Item = TypeVar("Item")
 
 
 class Place(NamedTuple):
@@ -58,6 +62,11 @@ class SpecialTokens:
             of the source's default language.
         begins_with_language: Whether the language of an output is its `bos_id`, as in mBART, and
             not its first token.
+        longest: Tokens that a truncated text keeps, special tokens included (`model_max_length`);
+            0 for as many as the model has positions.
+        keeps_end: Whether a truncated text keeps its end (`truncation_side` "left").
+        texts: Ids by the texts that transformers reads as special tokens, such as "</s>", where
+            the tokenizer's files do not tell them.
     """
 
     pad_id: int = 0
@@ -70,6 +79,9 @@ class SpecialTokens:
     between: tuple[int, ...] = ()
     languages: Mapping[str, int] = field(default_factory=dict)
     begins_with_language: bool = False
+    longest: int = 0
+    keeps_end: bool = False
+    texts: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for token_id in (*self.ids(), *self.ends):
@@ -84,6 +96,10 @@ class SpecialTokens:
     def wrap(self, ids: Sequence[int]) -> list[int]:
         """Adds the ids before and after a text."""
         return [*self.before, *ids, *self.after]
+
+    def cut(self, ids: Sequence[Item], room: int) -> Sequence[Item]:
+        """Returns the tokens that a truncated text keeps, at most `room`."""
+        return ids[max(0, len(ids) - room) :] if self.keeps_end else ids[:room]
 
     def language(self, name: str) -> int:
         """Returns the id of a language; raises UsageError for an unknown one."""
@@ -128,7 +144,7 @@ PASSAGES = SpecialTokens(mask_id=3, before=(1,))
 class AnyTokenizer(ABC):
     """Text to token ids and back; two are equal if every text has the same ids in both.
 
-    Special ids never come out of `encode`: text that looks like a special token is text.
+    Text that looks like a special token is text, unless `read_special_tokens` was called.
 
     Attributes:
         names: Its files beside tokenizer.json.
@@ -136,6 +152,7 @@ class AnyTokenizer(ABC):
         vocabulary_size: Number of ids, special ids included.
         longest_token: Most characters of one id; None if unlimited.
         chat: Template that turns messages into a prompt; None for a model without chats.
+        reads_special: Whether text that looks like a special token is that token.
     """
 
     names: ClassVar[tuple[str, ...]]
@@ -143,15 +160,68 @@ class AnyTokenizer(ABC):
     vocabulary_size: int
     longest_token: int | None
     chat: ChatTemplate | None = None
+    reads_special = False
 
     @property
     def source_size(self) -> int:
         """Number of ids that the model reads, where a table of their own gives others."""
         return self.vocabulary_size
 
-    @abstractmethod
+    def special_texts(self) -> Mapping[str, int]:
+        """Returns the texts that look like special tokens, with their ids."""
+        return self.special.texts
+
+    def read_special_tokens(self) -> None:
+        """From now on, reads text that looks like a special token as that token.
+
+        Raises:
+            UsageError: No text does.
+        """
+        if not self.special_texts():
+            raise UsageError(
+                *(Option("special_tokens"), "=as-tokens has no effect: the bundle's tokenizer "),
+                "names no texts of special tokens. Leave it out; or import and export a model "
+                "of an earlier version again",
+            )
+        self.reads_special = True
+        if self.longest_token is not None:
+            self.longest_token = max(self.longest_token, *map(len, self.special_texts()))
+
+    @cached_property
+    def _special_text(self) -> re.Pattern[str] | None:
+        """Finds the longest text of a special token at each place."""
+        texts = sorted(self.special_texts(), key=len, reverse=True)
+        return re.compile(f"({'|'.join(map(re.escape, texts))})") if texts else None
+
+    def looks_special(self, text: str) -> bool:
+        """Whether a text holds one that looks like a special token."""
+        return self._special_text is not None and self._special_text.search(text) is not None
+
     def encode(self, text: str) -> list[int]:
-        """Token ids of a source, without special tokens."""
+        """Token ids of a source, without those around it."""
+        return self._encode_each(text, self._encode)
+
+    @abstractmethod
+    def _encode(self, text: str) -> list[int]:
+        """Token ids of a source in which no text is a special token."""
+
+    def _encode_each(self, text: str, encode: Callable[[str], list[int]]) -> list[int]:
+        """Encodes the text between special tokens."""
+        if not self.reads_special or self._special_text is None:
+            return encode(text)
+        texts, ids = self.special_texts(), []
+        for number, piece in enumerate(self._special_text.split(text)):
+            ids += [texts[piece]] if number % 2 else encode(piece) if piece else []
+        return ids
+
+    def encode_masked(self, pieces: Sequence[str]) -> list[int]:
+        """Token ids of texts with a mask between each two, to which one blank before belongs."""
+        assert self.special.mask_id is not None
+        *before, last = pieces
+        ids: list[int] = []
+        for piece in before:
+            ids += [*self.encode(piece.removesuffix(" ")), self.special.mask_id]
+        return ids + self.encode(last)
 
     def places(self, text: str) -> list[Place]:
         """Place of each token of `encode` in a text; raises UsageError if the kind has none."""
@@ -293,7 +363,10 @@ def _special_of(settings: Mapping[str, Any]) -> SpecialTokens:
         for name, value in settings["special"].items()
     }
     added_since = {"more_ends", "between", "languages", "begins_with_language"}
-    needed = {field.name for field in fields(SpecialTokens)} - added_since
+    added_since |= {"longest", "keeps_end", "texts"}
+    needed = (
+        {field.name for field in fields(SpecialTokens)} - added_since - {"longest", "keeps_end"}
+    )
     if lacking := needed - special.keys():
         raise InputError(f"expected the special tokens' {min(lacking)}, found none")
     return SpecialTokens(**special)

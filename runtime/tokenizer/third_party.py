@@ -7,7 +7,7 @@ imported when a tokenizer is opened.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cached_property
@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Self
 
 import msgspec
 
-from transferry.runtime.errors import InputError, UsageError, install_command
+from transferry.runtime.errors import InputError, Option, UsageError, install_command
 from transferry.runtime.io.documents import decode
 from transferry.runtime.tokenizer.chat import PRIVATE_USE, Pieces
 from transferry.runtime.tokenizer.special_tokens import AnyTokenizer, Place, SpecialTokens
@@ -146,8 +146,21 @@ class HuggingFaceTokenizer(ThirdPartyTokenizer):
         self._tokenizer.no_padding()
         return max(map(int, self._tokenizer.get_vocab().values()), default=0)
 
+    def special_texts(self) -> Mapping[str, int]:
+        """See AnyTokenizer."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return {each.content: token for token, each in added.items() if each.special}
+
+    def read_special_tokens(self) -> None:
+        """See AnyTokenizer."""
+        super().read_special_tokens()
+        self._tokenizer.encode_special_tokens = False
+
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, without special tokens."""
+        """See AnyTokenizer."""
+        return self._encode(text)
+
+    def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(_well_formed(text), add_special_tokens=False).ids
         return ids
 
@@ -183,6 +196,16 @@ class HuggingFaceTokenizer(ThirdPartyTokenizer):
         )
         return [encoding.ids for encoding in encodings]
 
+    def encode_masked(self, pieces: Sequence[str]) -> list[int]:
+        """See AnyTokenizer; the flags of the mask decide which blanks belong to it."""
+        mask = self.special.mask_id
+        assert mask is not None
+        if self.reads_special:
+            return self.encode(self._tokenizer.id_to_token(mask).join(pieces))
+        between: list[str | int] = [mask] * (2 * len(pieces) - 1)
+        between[::2] = pieces
+        return self.encode_pieces(between)
+
     def encode_pieces(self, pieces: Pieces) -> list[int]:
         """Token ids of texts with the ids of special tokens in between.
 
@@ -209,7 +232,8 @@ class HuggingFaceTokenizer(ThirdPartyTokenizer):
         made.encode_special_tokens = True
         ids = {}
         added = self._tokenizer.get_added_tokens_decoder()
-        for token in sorted(set(self.chat.control.values()) if self.chat else ()):
+        control = set(self.chat.control.values()) if self.chat else set()
+        for token in sorted(control | ({self.special.mask_id} & added.keys())):
             sides = ("single_word", "lstrip", "rstrip", "normalized")
             flags = {side: getattr(added[token], side) for side in sides}
             content = added[token].content
@@ -250,8 +274,24 @@ class SentencePieceTokenizer(ThirdPartyTokenizer):
         self.pieces = int(self._model.get_piece_size())
         return self.pieces - 1
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text, without special tokens."""
+    def special_texts(self) -> Mapping[str, int]:
+        """See AnyTokenizer."""
+        model, ids = self._model, range(self.pieces)
+        named = (token for token in ids if model.is_control(token) or model.is_unknown(token))
+        return {model.id_to_piece(token): token for token in named}
+
+    def read_special_tokens(self) -> None:
+        """Raises UsageError: the library begins each text between tokens with a blank."""
+        raise UsageError(
+            *(
+                Option("special_tokens"),
+                f"=as-tokens needs a tokenizer.json, found {self.names[0]} ",
+            ),
+            "alone; write one with AutoTokenizer.from_pretrained(folder).save_pretrained(folder), "
+            "and import and export the folder again",
+        )
+
+    def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._model.encode(_well_formed(text))
         return ids
 
@@ -312,8 +352,8 @@ class SentencePiecePair(ThirdPartyTokenizer):
         """Special ids of a target."""
         return self.special.ids()
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a source; pieces missing from the table become the unknown token."""
+    def _encode(self, text: str) -> list[int]:
+        # Pieces missing from the table become the unknown token.
         end = text.find("<<") + 2
         if text.startswith(">>") and text[:end] in self._ids:
             return [self._ids[text[:end]], *self._source_ids(text[end:])]
@@ -326,6 +366,9 @@ class SentencePiecePair(ThirdPartyTokenizer):
 
     def encode_target(self, text: str) -> list[int]:
         """Token ids of a target, split by the model of the target language."""
+        return self._encode_each(text, self._encode_target)
+
+    def _encode_target(self, text: str) -> list[int]:
         unknown = self._target_ids[self.unknown]
         pieces = self._target.encode(_well_formed(text), out_type=str)
         return [self._target_textual.get(piece, unknown) for piece in pieces]
@@ -369,6 +412,10 @@ class SentencePieceTables(SentencePiecePair):
     def _special(self) -> set[int]:
         special = self.special
         return {special.pad_id, special.bos_id, *special.ends}
+
+    def encode_target(self, text: str) -> list[int]:
+        """See SentencePiecePair; the texts of special tokens are those of sources."""
+        return self._encode_target(text)
 
     @property
     def source_size(self) -> int:

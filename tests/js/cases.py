@@ -5,6 +5,7 @@ import json
 import random
 import subprocess
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.commands import PATIENCE
 from tests.optional import program
 from transferry import Engine
 from transferry.runtime.tokenizer.byte_pair import AnyTokenizer
+from transferry.runtime.tokenizer.third_party import SentencePieceTokenizer
 
 JS = Path(__file__).resolve().parents[2] / "js"
 NODE = program("node")
@@ -152,9 +154,27 @@ def ids_case(
     rng = random.Random(1)
     drawn = [rng.choices(range(tokenizer.vocabulary_size), k=9) for _ in range(200)]
     case["answers"] = [[ids, tokenizer.decode(ids)] for ids in drawn]
+    case |= _special_cases(tokenizer, texts[:200])
     if places:
         case["places"] = [[[*place] for place in tokenizer.places(text)] for text in texts]
     return case
+
+
+def _special_cases(tokenizer: AnyTokenizer, texts: list[str]) -> dict[str, Any]:
+    """Returns ids of masked texts, and of texts with special tokens, read as tokens."""
+    special = tokenizer.special_texts()
+    if not special or isinstance(tokenizer, SentencePieceTokenizer):
+        return {}
+    mask, own = [*special.values()][-1], tokenizer.special
+    masked = replace(own, mask_id=mask)
+    made = type(tokenizer)._restore(tokenizer._settings(), masked, tokenizer._contents())
+    around = [f"{text} [MASK]  [MASK]\t{text}".split("[MASK]") for text in texts]
+    found: dict[str, Any] = {"mask": mask, "masked": [made.encode_masked(each) for each in around]}
+    made = type(tokenizer)._restore(tokenizer._settings(), own, tokenizer._contents())
+    made.read_special_tokens()
+    written = [f"{text}{other} {text}" for text, other in zip(texts, special, strict=False)]
+    found["written"] = [*texts, *written]
+    return found | {"special": [made.encode(text) for text in found["written"]]}
 
 
 def npm_test(cases: Path | None = None) -> str:

@@ -176,7 +176,7 @@ def _m2m_shape(config: Settings, names: set[str]) -> ModelConfig:
     # Positions begin after that of padding, which is 1 in fairseq's vocabularies.
     config.only("pad_token_id", 1)
     fields = _shared_fields(config, names, activation="relu", scaled=True)
-    return ModelConfig(**fields, norm_order="pre")
+    return ModelConfig(**fields, norm_order="pre", padding_token=1)
 
 
 def m2m_positions(config: ModelConfig) -> dict[str, Tensor]:
@@ -184,7 +184,8 @@ def m2m_positions(config: ModelConfig) -> dict[str, Tensor]:
     half = config.d_model // 2
     rates = torch.exp(torch.arange(half).float() * -(math.log(10000) / (half - 1)))
     angles = torch.arange(2, config.max_positions + 2).float()[:, None] * rates
-    return {"positions": torch.cat([angles.sin(), angles.cos()], dim=1)}
+    table = torch.cat([angles.sin(), angles.cos()], dim=1)
+    return {"positions": table, "padding_position": torch.zeros(1, table.shape[1])}
 
 
 M2M: Table = {

@@ -14,13 +14,13 @@ from transferry.build_model.importing.huggingface.tables import (
     Family,
     NoPlace,
     Table,
+    after_padding,
     first_row_into,
     head_width,
     layer_types,
     parts,
     same_heads,
     sizes,
-    without_first,
 )
 from transferry.build_model.model.config import HeadActivation, ModelConfig
 from transferry.runtime.bundle.head import HeadSettings
@@ -67,7 +67,7 @@ BERT: Table = {
     "embeddings.word_embeddings.weight": "embedding.weight",
     "embeddings.position_embeddings.weight": "positions",
     # A text is a single segment of type 0, whose vector is added to every position.
-    "embeddings.token_type_embeddings.weight": first_row_into("positions", "token types"),
+    "embeddings.token_type_embeddings.weight": first_row_into("token types", "positions"),
     "embeddings.LayerNorm.*": "embedding_norm.*",
     "encoder.layer.#.attention.self.query.*": "encoder.#.self_attention.query.*",
     "encoder.layer.#.attention.self.key.*": "encoder.#.self_attention.key.*",
@@ -93,9 +93,10 @@ BERT: Table = {
 def _roberta_fields(config: Settings, names: set[str]) -> dict[str, Any]:
     """Positions begin after that of padding, and the head is GELU whatever the rest has."""
     fields = _bert_fields(config, head="lm_head.dense.weight" in names)
-    config.only("pad_token_id", 1)
-    longest = fields["max_positions"] - 2
-    return fields | {"max_positions": longest, "output_activation": "gelu"}
+    padding = config.whole("pad_token_id", 1)
+    longest = max(0, fields["max_positions"] - padding - 1)
+    own = {"max_positions": longest, "padding_token": padding, "output_activation": "gelu"}
+    return fields | own
 
 
 def _roberta_shape(config: Settings, names: set[str]) -> ModelConfig:
@@ -105,7 +106,10 @@ def _roberta_shape(config: Settings, names: set[str]) -> ModelConfig:
 
 ROBERTA: Table = {
     **BERT,
-    "embeddings.position_embeddings.weight": without_first(2, "positions"),
+    "embeddings.position_embeddings.weight": after_padding("positions", "padding_position"),
+    "embeddings.token_type_embeddings.weight": first_row_into(
+        "token types", "positions", "padding_position"
+    ),
     "lm_head.dense.*": "output_transform.linear.*",
     "lm_head.layer_norm.*": "output_transform.norm.*",
     "lm_head.decoder.weight": "output.weight",
@@ -116,6 +120,7 @@ ROBERTA: Table = {
 
 def _mpnet_shape(config: Settings, names: set[str]) -> ModelConfig:
     """MPNet (Song et al. 2020): with a bias of distances."""
+    config.only("pad_token_id", 1)  # for which its code has a constant
     # transformers computes with 32, whatever the table has.
     config.only("relative_attention_num_buckets", 32)
     fields = _roberta_fields(config, names)

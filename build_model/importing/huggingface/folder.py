@@ -136,6 +136,9 @@ class PretrainedFolder:
         special_tokens: special_tokens_map.json, empty if absent.
         notes: Differences of the tokenizer from its files, for the summary.
         segments: Of the tokens of a pair of texts, as the tokenizer numbers them; set by it.
+        side: Side at which texts are cut where tokenizer_config.json names none; set by the
+            tokenizer.
+        lower: Whether texts are lower-cased before the tokenizer reads them; set by the importer.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -153,6 +156,8 @@ class PretrainedFolder:
         self.special_tokens = Settings.read(folder / SPECIAL_TOKENS, required=False)
         self.notes: list[str] = []
         self.segments: list[int] = []
+        self.side = "right"
+        self.lower = False
 
     def token(self, name: str, default: int | None = None) -> int:
         """Returns a token id, of several end tokens the first; see `tokens`.

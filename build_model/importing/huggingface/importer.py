@@ -41,6 +41,7 @@ from transferry.runtime.io.folders import (
 )
 from transferry.runtime.settings import MOST
 from transferry.runtime.tokenizer.byte_pair import AnyTokenizer
+from transferry.runtime.tokenizer.special_tokens import SpecialTokens
 
 FAMILIES: Mapping[str, Family] = {
     **encoder_decoder.FAMILIES,
@@ -73,13 +74,15 @@ def read_pretrained(folder: Path, adapter_folder: Path | None = None) -> Importe
     config = pretrained.config
     kind = _model_type(config, sentence)
     family, shape, head = _shape(FAMILIES[kind], pretrained, sentence)
+    pretrained.lower = sentence is not None and sentence.lower
     ends = _ends(pretrained, shape)
     tokenizer = TOKENIZERS[kind](pretrained, shape)
+    tokenizer.special = _with_cuts(pretrained, shape, tokenizer.special, sentence)
     if head is not None and head.task == "classify":
         family, shape = _with_segments(family, shape, pretrained, tokenizer)
     files, tensors = [config, pretrained.tokenizer, pretrained.special_tokens], pretrained.tensors()
     if sentence is not None:
-        head = _cut(sentence, head, pretrained, shape, tokenizer)
+        head = _cut(sentence, head, pretrained, shape)
         files, tensors = [*sentence.files, *files], sentence.tensors(tensors)
     notes: list[str] = []
     generation: dict[str, Any] = {}
@@ -93,6 +96,11 @@ def read_pretrained(folder: Path, adapter_folder: Path | None = None) -> Importe
     weights = convert_weights(family, shape, tensors, str(folder))
     notes += [] if adapter is None else [adapter.describe()]
     notes += [f"tokenizer: {note}" for note in pretrained.notes]
+    if alike := ", ".join(sorted(tokenizer.special_texts(), key=len)[:3]):
+        notes.append(
+            f"texts such as {alike} are read as text, where transformers reads special tokens; "
+            "`run --special-tokens as-tokens` reads these too"
+        )
     unused = {
         _relative(settings.path, folder): values
         for settings in files
@@ -168,6 +176,25 @@ def _end_outputs(
     return notes
 
 
+def _with_cuts(
+    pretrained: PretrainedFolder,
+    shape: ModelConfig,
+    special: SpecialTokens,
+    sentence: SentenceModules | None,
+) -> SpecialTokens:
+    """Adds how `truncation=True` of transformers cuts texts; sentence-transformers has a length."""
+    settings, sides = pretrained.tokenizer, {"left": True, "right": False}
+    longest = settings.number("model_max_length", MOST)
+    if longest < 1:
+        settings.refuse("model_max_length", longest, "at least 1")
+    unlimited = sentence is not None or longest >= shape.max_positions
+    return replace(
+        special,
+        longest=0 if unlimited else int(longest),
+        keeps_end=settings.choice("truncation_side", sides, pretrained.side),
+    )
+
+
 def _relative(path: Path, folder: Path) -> str:
     return str(path.relative_to(folder)) if path.is_relative_to(folder) else path.name
 
@@ -204,24 +231,17 @@ def _cut(
     head: HeadSettings | None,
     pretrained: PretrainedFolder,
     shape: ModelConfig,
-    tokenizer: AnyTokenizer,
 ) -> HeadSettings:
     """Returns how texts are read, with the length that sentence-transformers cuts them to.
 
     Raises:
-        InputError: Texts are lower-cased first, and the tokenizer does not lower-case; or a
-            cross-encoder has no head.
+        InputError: A cross-encoder has no head.
     """
     if head is None:
         pretrained.config.refuse(
             "architectures", pretrained.config.get("architectures"), "…ForSequenceClassification"
         )
     assert head is not None
-    if sentence.lower and tokenizer.encode("A É") != tokenizer.encode("a é"):
-        raise InputError(
-            f"{pretrained.folder}: do_lower_case is true, but its tokenizer tells upper from lower "
-            "case, which cannot be imported; lower-case the texts, and set it to false"
-        )
     longest = sentence.settings.longest or pretrained.tokenizer.number("model_max_length", MOST)
     rank = sentence.settings.rank
     return replace(head, longest=int(min(longest, shape.max_positions)), rank=rank)

@@ -96,10 +96,10 @@ def conv1d(*ours: str) -> Move:
     return Move(ours, lambda tensor, config: tensor.t().tensor_split(len(ours)), turned=True)
 
 
-def first_row_into(ours: str, what: str) -> Move:
-    """Adds the first row to every row of our tensor."""
-    left_out = f"{what} (the first is in the {ours})"
-    return Move((ours,), lambda tensor, config: (tensor[:1],), left_out)
+def first_row_into(what: str, *ours: str) -> Move:
+    """Adds the first row to every row of our tensors."""
+    left_out = f"{what} (the first is in the {ours[0]})"
+    return Move(ours, lambda tensor, config: (tensor[:1],) * len(ours), left_out)
 
 
 def parts(sizes: Callable[[ModelConfig], list[int]], *ours: str) -> Move:
@@ -115,6 +115,16 @@ def heads_of_three(*ours: str) -> Move:
         return tuple(each.flatten(0, 1) for each in by_head.unbind(1))
 
     return Move(ours, change)
+
+
+def after_padding(ours: str, padding: str) -> Move:
+    """Rows after that of the padding token, and its row."""
+
+    def change(tensor: Tensor, config: ModelConfig) -> tuple[Tensor, ...]:
+        first = config.padding_token
+        return tensor[first + 1 :], tensor[first : first + 1]
+
+    return Move((ours, padding), change)
 
 
 def without_first(count: int, ours: str) -> Move:

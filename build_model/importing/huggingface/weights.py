@@ -36,7 +36,11 @@ CONSTANTS = ("embeddings.position_ids", "embeddings.token_type_ids", "rotary_emb
 # Parts of a quantised matrix, where config.json does not say that it is one.
 QUANTISED = (".qweight", ".qzeros", ".g_idx", ".SCB", ".weight_scale", ".absmax")
 # Tensors that a file may lack.
-FORMULAS = {"positions": "positions", "output_bias": "output bias (zeros)"}
+FORMULAS = {
+    "positions": "positions",
+    "padding_position": "positions",
+    "output_bias": "output bias (zeros)",
+}
 
 
 class Written(Protocol):

@@ -248,4 +248,10 @@ def _settings(texts: Settings, longest: int) -> HeadSettings:
     default = texts.get("default_prompt_name", "")
     if default and (not isinstance(default, str) or default not in prompts):
         texts.refuse("default_prompt_name", default, f"a name of prompts: {', '.join(prompts)}")
-    return HeadSettings("embed", longest=longest, prompts=prompts, default_prompt=default)
+    # Of the vector as it is, not scaled to length 1 again.
+    width = texts.whole("truncate_dim", 0)
+    if width == 0 and texts.get("truncate_dim") is not None:
+        texts.refuse("truncate_dim", width, "at least 1")
+    return HeadSettings(
+        "embed", longest=longest, prompts=prompts, default_prompt=default, width=width
+    )

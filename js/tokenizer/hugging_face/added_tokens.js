@@ -15,6 +15,7 @@ export class AddedTokens {
   #texts = new Map();
   #special = new Set();
   #largest = -1;
+  readsSpecial = false; // whether special tokens are found in a text
   #plain; // those looked for before the text is normalised
   #normalised;
 
@@ -54,6 +55,11 @@ export class AddedTokens {
   #expected(content, model) {
     const known = this.#ids.get(content) ?? model.id(content);
     if (known !== undefined) return known;
+    return this.next(model);
+  }
+
+  /** Returns the id of a further token. */
+  next(model) {
     return Math.max(model.size - 1, this.#largest) + 1;
   }
 
@@ -81,7 +87,7 @@ export class AddedTokens {
 
   #found(finder, piece) {
     return finder
-      .places(piece.text, this.#special)
+      .places(piece.text, this.readsSpecial ? new Set() : this.#special)
       .map(([from, to, record]) => {
         const part = piece.slice(from, to);
         const token = record && { id: record.id, token: part.text, from: 0, to: bytesIn(part.text) };

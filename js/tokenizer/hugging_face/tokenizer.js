@@ -7,10 +7,11 @@ import { normalizer } from "./normalizers.js";
 import { Piece } from "./piece.js";
 import { preTokenizer } from "./pre_tokenizers.js";
 import { trimmed } from "./trimming.js";
+import { TextTokenizer } from "../text_tokenizer.js";
 import { unitsOfBytes } from "../utf8.js";
 
 /** Text to token ids and back; see docs/portability.md. */
-export class HuggingFaceTokenizer {
+export class HuggingFaceTokenizer extends TextTokenizer {
   /** White space may be dropped, and a word of any length may be one unknown token. */
   longestToken = null;
   #model;
@@ -26,6 +27,7 @@ export class HuggingFaceTokenizer {
    * @param {object} special see special_tokens.js
    */
   constructor({ vocabulary_size: size }, [content], special) {
+    super();
     this.special = special;
     this.vocabularySize = size;
     const record = JSON.parse(new TextDecoder("utf-8", { fatal: true }).decode(content));
@@ -37,19 +39,37 @@ export class HuggingFaceTokenizer {
     this.#added = new AddedTokens(record.added_tokens ?? [], this.#model, this.#normalise);
   }
 
-  /** Returns the token ids of a text, without special tokens. */
+  get specialTexts() {
+    const special = (this.#record.added_tokens ?? []).filter((each) => each.special);
+    return Object.fromEntries(special.map(({ content, id }) => [content, id]));
+  }
+
+  readSpecialTokens() {
+    super.readSpecialTokens();
+    this.#added.readsSpecial = true;
+  }
+
   encode(text) {
     return this.#tokens(text).flatMap(([, tokens]) => tokens.map(({ id }) => id));
   }
 
-  /** Returns the token ids of a text that the model writes. */
-  encodeTarget(text) {
-    return this.encode(text);
+  /** Returns the token ids of texts with masks between; the token's flags say which blanks are its own. */
+  encodeMasked(pieces) {
+    const mask = this.special.mask;
+    const content = this.#added.token(mask) ?? this.#model.token(mask);
+    if (this.readsSpecial) return this.encode(pieces.join(content));
+    const record = this.#record.added_tokens?.find(({ id }) => id === mask);
+    if (!record) return super.encodeMasked(pieces);
+    const mark = markOf(pieces.join(""));
+    const marked = { ...record, content: mark + record.content, id: this.#added.next(this.#model), special: false };
+    const added = new AddedTokens([...this.#record.added_tokens, marked], this.#model, this.#normalise);
+    const tokens = this.#tokens(pieces.join(marked.content), added);
+    return tokens.flatMap(([, found]) => found.map(({ id }) => (id === marked.id ? mask : id)));
   }
 
   /** Yields pieces of a text with their tokens. */
-  #tokens(text) {
-    return this.#added.split(Piece.of(text.toWellFormed()), this.#normalise).flatMap(([piece, token]) => {
+  #tokens(text, added = this.#added) {
+    return added.split(Piece.of(text.toWellFormed()), this.#normalise).flatMap(([piece, token]) => {
       if (token) return [[piece, [token]]];
       return this.#split(piece)
         .filter((each) => each.text)
@@ -95,4 +115,9 @@ export class HuggingFaceTokenizer {
     }
     return this.#join(tokens).join("");
   }
+}
+
+/** Returns a character of the private use area that a text lacks. */
+function markOf(text) {
+  for (let code = 0xe000; ; code++) if (!text.includes(String.fromCharCode(code))) return String.fromCharCode(code);
 }

@@ -1,6 +1,7 @@
 // MarianMT's tokenizer: a SentencePiece model for each side, and tables of ids.
 
 import { InputError } from "../../errors.js";
+import { TextTokenizer } from "../text_tokenizer.js";
 import { BLANK, SentencePieceModel } from "./model.js";
 
 const UNKNOWN = "<unk>";
@@ -15,7 +16,7 @@ const EDGES = /^[\p{White_Space}\x1c-\x1f]+|[\p{White_Space}\x1c-\x1f]+$/gu;
  * Two models and a table of ids that they share. A source may begin with a target language of the
  * table, such as ">>fra<<".
  */
-export class SentencePiecePair {
+export class SentencePiecePair extends TextTokenizer {
   longestToken = null;
   #source;
   #target;
@@ -29,6 +30,7 @@ export class SentencePiecePair {
    * @param {object} special see special_tokens.js
    */
   constructor(settings, [source, target, ...tables], special) {
+    super();
     this.special = special;
     this.vocabularySize = settings.vocabulary_size;
     this.#cleans = settings.clean_up_spaces === true;
@@ -53,7 +55,7 @@ export class SentencePiecePair {
   }
 
   /** Returns the token ids of a source; pieces that the table lacks become the unknown token. */
-  encode(text) {
+  encodePlain(text) {
     const end = text.indexOf("<<") + 2;
     const language = text.startsWith(">>") ? this.#ids.get(text.slice(0, end)) : undefined;
     const ids = (rest) => idsOf(this.#source, rest, this.textualIds, this.#ids.get(UNKNOWN));
@@ -62,6 +64,10 @@ export class SentencePiecePair {
 
   /** Returns the token ids of a target, split by the model of the target language. */
   encodeTarget(text) {
+    return this.encodeEach(text, (piece) => this.encodePlainTarget(piece));
+  }
+
+  encodePlainTarget(text) {
     return idsOf(this.#target, text, this.textualTargetIds, this.targetIds.get(UNKNOWN));
   }
 
@@ -81,6 +87,11 @@ export class SentencePieceTables extends SentencePiecePair {
   get skipped() {
     const { pad, bos, ends } = this.special;
     return new Set([pad, bos, ...ends]);
+  }
+
+  /** The texts of special tokens are those of sources. */
+  encodeTarget(text) {
+    return this.encodePlainTarget(text);
   }
 }
 

@@ -1,9 +1,11 @@
 // A SentencePiece model with its own ids.
 
+import { UsageError } from "../../errors.js";
+import { TextTokenizer } from "../text_tokenizer.js";
 import { SentencePieceModel } from "./model.js";
 
 /** Text to token ids and back; see docs/portability.md. */
-export class SentencePieceTokenizer {
+export class SentencePieceTokenizer extends TextTokenizer {
   longestToken = null;
   #model;
 
@@ -13,19 +15,24 @@ export class SentencePieceTokenizer {
    * @param {object} special see special_tokens.js
    */
   constructor({ vocabulary_size: size }, [content], special) {
+    super();
     this.special = special;
     this.vocabularySize = size;
     this.#model = new SentencePieceModel(content);
   }
 
-  /** Returns the token ids of a text, without special tokens. */
-  encode(text) {
-    return this.#model.encode(text).map(([, id]) => id);
+  get specialTexts() {
+    const { pieces, unknown } = this.#model;
+    const named = [...pieces.entries()].filter(([id]) => id === unknown || this.#model.isType(id, "control"));
+    return Object.fromEntries(named.map(([id, { piece }]) => [piece, id]));
   }
 
-  /** Returns the token ids of a text that the model writes. */
-  encodeTarget(text) {
-    return this.encode(text);
+  readSpecialTokens() {
+    throw new UsageError("specialTokens as-tokens needs a tokenizer.json, found a tokenizer.model alone");
+  }
+
+  encodePlain(text) {
+    return this.#model.encode(text).map(([, id]) => id);
   }
 
   /** Returns the text of token ids; special and unknown ones are skipped. */

@@ -128,7 +128,8 @@ def embedding_width(engine: OpenBundle, pooling: Pooling | None) -> int:
     """Returns the length of the vectors; raises UsageError for other bundles."""
     graph = engine.encoder.variant.graphs["encoder"]
     if pooling is None and engine.bundle.embeds:
-        return int(graph.tensor("head").shape[-1])
+        whole, head = int(graph.tensor("head").shape[-1]), engine.bundle.manifest.head
+        return min(whole, (head.width if head is not None else 0) or whole)
     return int(engine.bundle.manifest.model["d_model"])
 
 
@@ -171,7 +172,7 @@ class _Call(EncoderCall):
             found = found[None]
         elif self.pooling == "first":
             found = found[:1]
-        vector = found[: len(row.ids)].mean(axis=0, dtype=np.float64)
+        vector = found[: len(row.ids), : len(self.no_vector)].mean(axis=0, dtype=np.float64)
         if self.normalise:
             vector /= max(float(np.linalg.norm(vector)), np.finfo(np.float64).tiny)
         error = None if np.isfinite(vector).all() else NOT_FINITE

@@ -134,7 +134,8 @@ def fill_mask(
     Args:
         engine: Engine of an encoder-only bundle.
         texts: Any number of texts; an error becomes the result of its row.
-        mask: The mask as the texts spell it. One blank before it belongs to it, as to any word.
+        mask: The mask as the texts spell it. The tokenizer's mask decides which blanks belong
+            to it (`lstrip`, `rstrip`); without one, a single blank before, as to any word.
         top: Number of candidates for each mask.
         long_rows: Treatment of texts longer than the model's positions: "error", or "truncate" to
             fill the masks of their beginning.
@@ -166,16 +167,11 @@ class _Call(EncoderCall):
         longest = engine.preprocessor.longest_token
         self.preprocessor = replace(
             engine.preprocessor,
-            encode_batch=lambda texts: [self._encode(text) for text in texts],
+            encode_batch=lambda texts: [
+                self.tokenizer.encode_masked(text.split(mask)) for text in texts
+            ],
             longest_token=longest and max(longest, len(mask) + 1),
         )
-
-    def _encode(self, text: str) -> list[int]:
-        *before, last = text.split(self.mask)
-        ids: list[int] = []
-        for piece in before:
-            ids += [*self.tokenizer.encode(piece.removesuffix(" ")), self.mask_id]
-        return ids + self.tokenizer.encode(last)
 
     def prepare(self, texts: list[str | RowError]) -> list[WorkItem[EncodedRow] | FilledMaskResult]:
         return [self._item(row) for row in self.preprocessor.encode(texts, self.long_rows)]
@@ -183,7 +179,8 @@ class _Call(EncoderCall):
     def _item(self, row: EncodedRow) -> WorkItem[EncodedRow] | FilledMaskResult:
         error = row.error
         if error is None and self.mask_id not in row.ids:
-            where = f" among the first {len(row.ids)} tokens" if row.truncated else ""
+            side = "last" if self.special.keeps_end else "first"
+            where = f" among the {side} {len(row.ids)} tokens" if row.truncated else ""
             error = RowError("no-mask", f"there is no {self.mask} to fill in{where}")
         if error is not None:
             return FilledMaskResult(row.text, row.tokens, error=error)

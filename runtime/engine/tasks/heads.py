@@ -241,6 +241,8 @@ def _joined(
     long_rows: LongRows,
 ) -> EncodedRow:
     special, positions = preprocessor.special, preprocessor.positions
+    if long_rows == "truncate":
+        positions = min(positions, special.longest or positions)
     (first, second), (left, right) = pair, ids
     text = first if isinstance(first, str) else ""
     for side in (first, second):
@@ -255,7 +257,7 @@ def _joined(
         return EncodedRow(text, (), tokens, too_long(tokens, positions))
     if cut:
         most = longest_first(len(left), len(right), room)
-        left, right = left[: most[0]], right[: most[1]]
+        left, right = (list(special.cut(*each)) for each in zip(ids, most, strict=True))
     joined = special.wrap([*left, *special.between, *right])
     return EncodedRow(text, joined, tokens, truncated=cut)
 

@@ -163,7 +163,9 @@ class _Score:
         self.targets = replace(
             self.sources,
             encode_batch=lambda texts: [tokenizer.encode_target(text) for text in texts],
-            special=replace(self.special, before=(), after=(self.special.eos_id,)),
+            special=replace(
+                self.special, before=(), after=(self.special.eos_id,), longest=0, keeps_end=False
+            ),
         )
 
     def prepare(self, pairs: list[Pair]) -> list[WorkItem[_ScoredRow] | ScoreResult]:

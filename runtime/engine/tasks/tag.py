@@ -119,6 +119,7 @@ class _Call(EncoderCall):
         if not np.isfinite(own).all():
             return TaggedResult(row.text, len(row.ids), error=NOT_FINITE, truncated=row.truncated)
         values = probabilities(own, "softmax")
-        tags = tags_of(row.text, row.places, values, self.head.labels, self.aggregation)
+        places = self.special.cut(row.places, len(values))
+        tags = tags_of(row.text, places, values, self.head.labels, self.aggregation)
         best = tuple(values.max(axis=-1, initial=0.0).tolist())
         return TaggedResult(row.text, len(row.ids), tags, best, truncated=row.truncated)

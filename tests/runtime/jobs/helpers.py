@@ -40,7 +40,9 @@ class Echo(Engine):
         self.change, self.computed, self.seconds = change, computed, seconds
         self.fail_at, self.best_score = fail_at, score
         self.described: dict[str, Any] = {"manifest_sha256": "ab12", "onnxruntime": "1.0"}
-        tokenizer = SimpleNamespace(encode_target=lambda text: list(text.encode()))
+        tokenizer = SimpleNamespace(
+            encode_target=lambda text: list(text.encode()), looks_special=lambda text: "<s>" in text
+        )
         self.bundle: Any = SimpleNamespace(tokenizer=tokenizer, folder="bundle")
 
     def describe(self) -> dict[str, Any]:

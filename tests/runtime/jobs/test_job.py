@@ -135,6 +135,7 @@ def test_summary_as_a_record() -> None:
     record = summary.to_dict()
     counts = dict(rows=10, bad_rows=1, errors={"empty": 1}, first_error="", truncated=0, repeated=0)
     tokens = dict(source_tokens=50, target_tokens=40, shared_prompt_tokens=0, seconds=2.0)
+    tokens["special_texts"] = 0
     rates = dict(rows_per_second=5.0, target_tokens_per_second=20.0, resumed=3, sha256="ab12")
     assert record == {**counts, **tokens, **rates}
     assert Summary.from_dict(json.loads(json.dumps(record))).to_dict() == record

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from msgspec import Meta
-from tokenizers import Tokenizer, decoders, processors
+from tokenizers import Tokenizer, decoders, normalizers, processors
 
 from transferry.build_model.importing.huggingface.folder import REMEDY, PretrainedFolder, Settings
 from transferry.runtime.errors import InputError, TransferryError, UsageError, install_command
@@ -185,9 +185,9 @@ def _made(pretrained: PretrainedFolder, content: bytes | None, origin: str) -> F
         )
     segments = "token_type_ids" in theirs.model_input_names
     notes = [] if file is None else _differences(made, file, name)
-    if (record.get("truncation") or {}).get("direction") == "Left":
-        notes.append(f"rows are cut at their end, not at their beginning as {TOKENIZER} says")
+    pretrained.side = theirs.truncation_side
     _clean_up(pretrained, made)
+    _lower(pretrained, made)
     names = {key: str(text) for key, text in theirs._special_tokens_map.items() if text is not None}
     if file is not None and content is not None and made.to_str() == file.to_str():
         return FastTokenizer(made, content, names, segments=segments)
@@ -302,6 +302,15 @@ def _clean_up(pretrained: PretrainedFolder, made: Any) -> None:
         return
     replaced = [decoders.Replace(found, content) for found, content in CLEANED]
     made.decoder = decoders.Sequence([made.decoder, decoders.Fuse(), *replaced])
+
+
+def _lower(pretrained: PretrainedFolder, made: Any) -> None:
+    """Lower-cases texts first, as sentence-transformers does (`do_lower_case`)."""
+    found = made.normalizer
+    several = isinstance(found, normalizers.Sequence)
+    each = list(found) if several else [] if found is None else [found]
+    if pretrained.lower and not any(isinstance(one, normalizers.Lowercase) for one in each):
+        made.normalizer = normalizers.Sequence([normalizers.Lowercase(), *each])
 
 
 def _differences(made: Any, file: Any, name: str) -> list[str]:

@@ -108,11 +108,27 @@ def marian_tokenizer(pretrained: PretrainedFolder, config: ModelConfig) -> AnyTo
                 f"{path}: expected ids below {config.source_vocabulary}, as many as the encoder "
                 f"embeds, found {largest}; {REMEDY}"
             )
-    special = SpecialTokens(pad_id=pad, bos_id=begin, eos_id=eos, after=(end,))
     require_files(folder, *kind.names)
+    texts = _special_texts(pretrained, "vocab.json")
+    special = SpecialTokens(pad_id=pad, bos_id=begin, eos_id=eos, after=(end,), texts=texts)
     files = {name: read_bytes(folder / name) for name in kind.names}
     settings.only("sp_model_kwargs", {})
     return _cleaning(settings, _third_party(kind, files, special, config, str(folder)))
+
+
+def _special_texts(pretrained: PretrainedFolder, *files: str) -> dict[str, int]:
+    """Returns the special tokens of tokenizer_config.json by their texts, as far as files have ids.
+
+    Those are tokens of their own in a text for transformers, and text for SentencePiece.
+    """
+    settings, table = pretrained.tokenizer, dict[str, int]()
+    for name in files:
+        table |= read_document(pretrained.folder / name, dict[str, int], REMEDY, most=MOST_BYTES)
+    usual = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+    named = [settings.get(name, text) for name, text in usual.items()]
+    named += [text for text, _ in added_tokens(pretrained)]
+    texts = [each.get("content") if isinstance(each, dict) else each for each in named]
+    return {text: table[text] for text in texts if isinstance(text, str) and text in table}
 
 
 def _cleaning(settings: Settings, tokenizer: AnyTokenizer) -> AnyTokenizer:
@@ -195,6 +211,9 @@ def _m2m_tokenizer(
     pieces = read_bytes(folder / M2M_PIECES, MOST_BYTES)
     files = {"source.spm": pieces, "target.spm": pieces}
     files["vocab.json"] = json.dumps(table, ensure_ascii=False).encode()
+    named = {f"__{name}__": number for name, number in languages.items()}
+    texts = _special_texts(pretrained, "vocab.json") | named
+    special = dataclasses.replace(special, texts=texts)
     made = _third_party(SentencePiecePair, files, special, config, str(folder))
     return _cleaning(pretrained.tokenizer, made)
 
@@ -306,7 +325,11 @@ def _as_ranks(found: FastTokenizer, tokenizer: AnyTokenizer) -> AnyTokenizer | N
         or record["normalizer"]
         or not all(token["special"] for token in record["added_tokens"])
         # In a chat, such tokens take blanks away beside them.
-        or any(token["lstrip"] or token["rstrip"] for token in record["added_tokens"])
+        or any(
+            token[side]
+            for token in record["added_tokens"]
+            for side in ("lstrip", "rstrip", "single_word")
+        )
     ):
         return None
     if (converted := ranks_of(model["vocab"], model["merges"])) is None:
@@ -319,7 +342,7 @@ def _as_ranks(found: FastTokenizer, tokenizer: AnyTokenizer) -> AnyTokenizer | N
             "gpt2",
             GPT2_PATTERN,
             ranks,
-            special=tokenizer.special,
+            special=dataclasses.replace(tokenizer.special, texts=tokenizer.special_texts()),
             first_ordinary_id=first,
             vocabulary_size=tokenizer.vocabulary_size,
         )

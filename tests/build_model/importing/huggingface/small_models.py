@@ -25,8 +25,9 @@ from tests.build_model.importing.huggingface.drawn import (
 from transferry.build_model.checkpoint import load_checkpoint
 from transferry.build_model.importing.huggingface.importer import import_pretrained
 from transferry.build_model.model.transformer import Transformer
+from transferry.runtime.errors import UsageError
 from transferry.runtime.tokenizer.byte_pair import AnyTokenizer, load_tokenizer
-from transferry.runtime.tokenizer.third_party import HuggingFaceTokenizer
+from transferry.runtime.tokenizer.third_party import HuggingFaceTokenizer, SentencePieceTokenizer
 
 spm = pytest.importorskip("sentencepiece", reason=REASON)
 
@@ -262,13 +263,21 @@ Copies = Callable[[str], Path]
 
 
 def require_their_tokens(ours: AnyTokenizer, theirs: Any, texts: Iterable[str]) -> None:
-    """Ids of texts in which special tokens are text, and texts of these ids."""
+    """Ids of texts in which special tokens are text, and texts of these ids; and as tokens."""
+    reads = type(ours)._restore(ours._settings(), ours.special, ours._contents())
+    alone = isinstance(ours, SentencePieceTokenizer)
+    with pytest.raises(UsageError) if alone else contextlib.nullcontext():
+        reads.read_special_tokens()
     languages = set(ours.special.languages.values())
     for text in texts:
         wanted = theirs(text, split_special_tokens=True).input_ids
         assert ours.special.wrap(ours.encode(text)) == wanted, text
         written = [token for token in wanted if token not in languages]
         assert ours.decode(wanted) == theirs.decode(written, skip_special_tokens=True), text
+        if alone:
+            continue
+        wanted = theirs(text, split_special_tokens=False).input_ids
+        assert reads.special.wrap(reads.encode(text)) == wanted, text
 
 
 def require_uncut(ours: AnyTokenizer) -> None:
