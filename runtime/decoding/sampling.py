@@ -41,9 +41,12 @@ class SamplingStrategy(Strategy):
         self.at_stop = np.zeros(rows, np.bool_)
         self.sampler: Sampler | None = None
         if options.sample:
-            row_ids = [request.row_id for request in requests]
-            uniforms = draw_uniforms(options.seed, row_ids, self.width, options.max_length)
-            self.sampler = Sampler(options, uniforms)
+            seeds = [options.seed if each.seed is None else each.seed for each in requests]
+            uniforms = [
+                draw_uniforms(seed, [each.row_id], self.width, options.max_length)
+                for seed, each in zip(seeds, requests, strict=True)
+            ]
+            self.sampler = Sampler(options, np.concatenate(uniforms))
 
     def choose(
         self, output: StepOutput, allowed: Floats | None, rows: Integers, own: Doubles | None = None

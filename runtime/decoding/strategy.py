@@ -29,6 +29,7 @@ class Request(Generic[Key]):
         bos_id: The begin token of its outputs; None takes the special tokens'.
         forced_begin: The token that its outputs begin with, before the prefix; None takes the
             options'.
+        seed: Seed of its samples; None takes the options'.
     """
 
     key: Key
@@ -38,6 +39,7 @@ class Request(Generic[Key]):
     row_id: int = 0
     bos_id: int | None = None
     forced_begin: int | None = None
+    seed: int | None = None
 
 
 @dataclass(frozen=True)

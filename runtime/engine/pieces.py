@@ -16,7 +16,7 @@ from transferry.runtime.engine.preprocess import InLanguages
 from transferry.runtime.engine.result import RowError
 
 if TYPE_CHECKING:
-    from transferry.runtime.engine.prompts import Encodable
+    from transferry.runtime.engine.prompts import Asked, Encodable
 
 # Of joined pieces the first of these that any has.
 REASONS: tuple[FinishReason, ...] = ("length", "stop", "end")
@@ -49,30 +49,32 @@ def cut_lines(text: str) -> tuple[list[str], list[str]]:
     return _LINE.findall(text), _LINE.split(text)
 
 
-def in_lines(
-    prompts: Iterable[tuple[int, Encodable]], n_best: int, wholes: deque[Whole]
-) -> Iterator[tuple[int, Encodable]]:
-    """Yields numbered prompts, texts with line breaks line by line; appends to `wholes` for each.
+def in_lines(inputs: Iterable[Asked], wholes: deque[Whole]) -> Iterator[Asked]:
+    """Yields inputs, texts with line breaks line by line; appends to `wholes` for each input.
 
     Several lines have no n best joined answers, so such a row becomes an error of kind `lines`.
     """
-    for number, prompt in prompts:
-        text = prompt.text if isinstance(prompt, InLanguages) else prompt
+    for given in inputs:
+        source = given.source
+        text = source.text if isinstance(source, InLanguages) else source
         if not isinstance(text, str) or not ("\n" in text or "\r" in text):
             wholes.append(Whole(""))
-            yield number, prompt
+            yield given
             continue
         lines, around = cut_lines(text)
+        n_best = given.options.n_best if given.options else 1
         if len(lines) > 1 and n_best > 1:
             message = f"a text of {len(lines)} lines has no joined answers for n_best={n_best}"
             error = RowError("lines", f"{message}; give each line a row, or do not split lines")
-            lines, around, prompt = [""], ["", ""], error
+            lines, around, source = [""], ["", ""], error
         wholes.append(Whole(text, len(lines), around) if lines else Whole(""))
         for place, line in enumerate(lines or [text]):
-            if isinstance(prompt, InLanguages):
-                yield number + place * PIECE, replace(prompt, text=line)
-            else:
-                yield number + place * PIECE, line if isinstance(prompt, str) else prompt
+            one: Encodable = source
+            if isinstance(source, InLanguages):
+                one = replace(source, text=line)
+            elif isinstance(source, str):
+                one = line
+            yield replace(given, source=one, row_id=given.row_id + place * PIECE)
 
 
 def joined(results: Iterator[Any], wholes: deque[Whole], length_penalty: float) -> Iterator[Any]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, TypeVar, get_args
 
+from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.engine.result import RowError
 from transferry.runtime.errors import Option, UsageError, install_command
 from transferry.runtime.settings import shown
@@ -43,6 +44,7 @@ class EncodedRow:
         truncated: Whether `ids` are only a part of the text.
         row_id: Seeds the samples of the row.
         target: Token of the language of the answer; None is the bundle's own.
+        options: Its generation options; None for tasks that generate nothing.
     """
 
     text: str
@@ -52,6 +54,7 @@ class EncodedRow:
     truncated: bool = False
     row_id: int = 0
     target: int | None = None
+    options: GenerationOptions | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,10 +64,14 @@ class WorkItem(Generic[Row]):
     Attributes:
         row: The row, as the task encodes it.
         tokens: Its length: rows of similar length are computed together.
+        group: Hashable; only rows of one group are computed together.
+        width: Rows of a batch that it takes.
     """
 
     row: Row
     tokens: int
+    group: Any = None
+    width: int = 1
 
 
 @dataclass(frozen=True)

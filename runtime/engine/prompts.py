@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
+from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.engine.preprocess import (
     EncodedRow,
     InLanguages,
@@ -53,7 +54,24 @@ class Prompt:
 
 # Inputs that are encoded without changes, and inputs of `generate`.
 Encodable: TypeAlias = str | RowError | Prompt | InLanguages
-Source: TypeAlias = Encodable | Sequence[Message] | Sequence[int]
+Source: TypeAlias = "Encodable | Asked | Sequence[Message] | Sequence[int]"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """An input with settings of its own.
+
+    Attributes:
+        source: The input.
+        options: Of `generate`: its options; their prefix and forced_begin are those of the call.
+        row_id: Of `generate`: seeds its samples.
+        dimensions: Of `embed`: length of its vector; 0 is the whole vector.
+    """
+
+    source: Encodable
+    options: GenerationOptions | None = None
+    row_id: int = 0
+    dimensions: int = 0
 
 
 def _checked_ids(ids: list[Any], size: int) -> list[int]:
@@ -63,16 +81,16 @@ def _checked_ids(ids: list[Any], size: int) -> list[int]:
     return ids
 
 
-def checked_prompts(texts: Iterable[Source]) -> Iterator[Encodable]:
+def checked_prompts(texts: Iterable[Source]) -> Iterator[Encodable | Asked]:
     """Yields texts and errors, and chats and token ids as prompts; refuses other values."""
-    if isinstance(texts, Mapping | Prompt | InLanguages):
+    if isinstance(texts, Mapping | Prompt | InLanguages | Asked):
         raise UsageError(f"texts must be several, such as a list, found {shown(texts)}")
     checked_texts(texts)
     return map(_prompt, texts)
 
 
-def _prompt(source: Any) -> Encodable:
-    if isinstance(source, Prompt | InLanguages):
+def _prompt(source: Any) -> Encodable | Asked:
+    if isinstance(source, Prompt | InLanguages | Asked):
         return source
     if isinstance(source, Sequence) and not isinstance(source, str | bytes):
         kinds: dict[Any, Literal["messages", "ids"]] = {Mapping: "messages", int: "ids"}

@@ -36,7 +36,8 @@ class Repeats(Generic[Input, Answer]):
 
         Args:
             prepare: See `worker_pool.in_order`; gives one item or answer for each input.
-            key: Returns the hashable part of an input that decides its answer.
+            key: Returns the hashable part of an input that decides its answer; None for an input
+                that comes once, such as a sample.
             most_tokens: Limit on the size of the answers that are remembered.
         """
         self._prepare, self._key, self._most_tokens = prepare, key, most_tokens
@@ -50,7 +51,13 @@ class Repeats(Generic[Input, Answer]):
         keys = [self._key(each) for each in inputs]
         answered: dict[Any, WorkItem[Any] | Answer] = {}
         new: dict[Any, Input] = {}
-        for key, each in zip(keys, inputs, strict=True):
+        for place, each in enumerate(inputs):
+            key = keys[place]
+            if key is None:
+                keys[place] = one = object()
+                new[one] = each
+                self._asked.append((None, False))
+                continue
             again = key in answered or key in new
             if not again and (found := self._known.get(key)) is not None:
                 self._known.move_to_end(key)
@@ -72,7 +79,7 @@ class Repeats(Generic[Input, Answer]):
             self._remember(key, answer)
 
     def _remember(self, key: Any, answer: Answer) -> None:
-        if answer.error is not None or key in self._known:
+        if key is None or answer.error is not None or key in self._known:
             return
         size = _OVERHEAD + answer.size
         self._known[key] = answer, size

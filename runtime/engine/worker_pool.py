@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import takewhile
 from queue import Empty, SimpleQueue
-from typing import Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from transferry.runtime.decoding.batching import BatchOptions, fitting, windows
 from transferry.runtime.engine.preprocess import Row, WorkItem
@@ -24,7 +25,7 @@ CHECK_SECONDS = 1.0
 SMALLEST_SHARE = 16
 
 
-# Returns at most so many items, of similar length; none once there are no more.
+# Returns items of at most so many rows, of similar length; none once there are no more.
 Take: TypeAlias = Callable[[int], list[WorkItem[Row]]]
 # Computes what it takes, so many rows at once, and yields each item with its answer.
 Worker: TypeAlias = Callable[[Take[Row], int], Iterable[tuple[WorkItem[Row], Answer]]]
@@ -62,7 +63,10 @@ class WorkQueue(Generic[Row, Answer]):
         self._answers: dict[WorkItem[Row], Answer] = {}  # the reader's
 
     def take(self, most: int) -> list[WorkItem[Row]]:
-        """Waits for items and returns the next ones, at most so many; none at the end."""
+        """Waits for items and returns the next ones of a group, of at most so many rows together.
+
+        At the end it returns none. A single item may have more rows.
+        """
         with self._taking:
             while True:
                 needed = not (self._waiting or self._closed or self._over())
@@ -77,10 +81,13 @@ class WorkQueue(Generic[Row, Answer]):
         return self.stopped or self._abandoned()
 
     def _fitting(self, most: int) -> int:
-        if self._over():
+        if self._over() or not self._waiting:
             return 0
         share = max(-(-len(self._waiting) // self._workers), SMALLEST_SHARE)
-        return fitting((item.tokens for item in self._waiting), min(most, share), self._tokens)
+        first = self._waiting[0]
+        alike = takewhile(lambda item: item.group == first.group, self._waiting)
+        rows = min(max(1, most // first.width), share)
+        return fitting((item.tokens for item in alike), rows, self._tokens)
 
     def _abandoned(self) -> bool:
         """Whether the program is ending without having closed its stream of results."""
@@ -121,7 +128,7 @@ class WorkQueue(Generic[Row, Answer]):
                     self._work(worker, rows, taken)
                     return
                 except MemoryError as error:
-                    rows = min(rows, len(taken)) // 2
+                    rows = min(rows, sum(item.width for item in taken)) // 2
                     if rows == 0:
                         raise InputError(
                             f"there is not enough memory for a single row ({error}); shorten the "
@@ -183,6 +190,11 @@ def batch_worker(compute: Callable[[list[Row]], list[Answer]]) -> Worker[Row, An
     return worker
 
 
+def _order(groups: Mapping[WorkItem[Any], int], item: WorkItem[Any]) -> tuple[int, int]:
+    """Key that sorts items by group, then length."""
+    return groups[item], item.tokens
+
+
 def in_order(
     inputs: Iterable[Input],
     prepare: Callable[[list[Input]], list[WorkItem[Row] | Answer]],
@@ -218,7 +230,10 @@ def in_order(
             # Alternately down and up, so that neighbours are of similar length also where two
             # windows meet.
             items = dict.fromkeys(row for row in prepared if isinstance(row, WorkItem))
-            queue.put(sorted(items, key=lambda item: item.tokens, reverse=number % 2 == 0))
+            groups: dict[Any, int] = {}
+            places = {item: groups.setdefault(item.group, len(groups)) for item in items}
+            order = partial(_order, places)
+            queue.put(sorted(items, key=order, reverse=number % 2 == 0))
             pending.append(prepared)
             # One window is computed while the next is read, so that no replica waits.
             if len(pending) > 1:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from operator import itemgetter
+from itertools import starmap
 from typing import TYPE_CHECKING, Any, Literal
 
 from transferry.runtime.decoding.generation_options import GenerationOptions, check_generation
@@ -21,7 +21,7 @@ from transferry.runtime.engine.preprocess import (
     check_long_rows,
     in_languages,
 )
-from transferry.runtime.engine.prompts import Encodable, Prompt, Source, checked_prompts
+from transferry.runtime.engine.prompts import Asked, Encodable, Prompt, Source, checked_prompts
 from transferry.runtime.engine.result import NOT_FINITE, Results, RowError, RowResult
 from transferry.runtime.engine.tasks.languages import LanguageOptions
 from transferry.runtime.engine.tasks.task import (
@@ -294,7 +294,8 @@ def generate(
         texts: Any number of texts; an error becomes the result of its row. Instead of a text, a
             list of messages with role and content each, which the bundle's chat template
             renders, or a list of token ids, which the model reads as they are; or
-            `InLanguages`, a text with languages of its own.
+            `InLanguages`, a text with languages of its own; or `Asked`, an input with options of
+            its own.
         options: Generation options. Default: those of the bundle.
         first_row: Number of the first row; a row's number seeds its samples.
         long_rows: Treatment of texts longer than the model's positions: "error"; "truncate" to
@@ -316,15 +317,19 @@ def generate(
     prompts = in_languages(checked_prompts(texts), *languages)
     check_value("first_row", first_row, Whole64)
     engine.require_covered(options)
-    if options.max_length > engine.max_positions:
-        raise UsageError(
-            *(Option("max_length"), f" is {options.max_length}, but the model has "),
-            *(f"{engine.max_positions} positions; lower ", Option("max_length")),
-        )
+    _require_positions(options, engine.max_positions)
     conflict = "" if engine.decoder.has_encoder else "a decoder-only bundle"
     check_long_rows(long_rows, f"n_best={options.n_best}" if options.n_best > 1 else conflict)
     task = _Generate(engine, options, long_rows)
-    return Results(task.answers(enumerate(prompts, first_row)))
+    return Results(task.answers(starmap(task.asked, enumerate(prompts, first_row))))
+
+
+def _require_positions(options: GenerationOptions, positions: int) -> None:
+    if options.max_length > positions:
+        raise UsageError(
+            *(Option("max_length"), f" is {options.max_length}, but the model has {positions} "),
+            *("positions; lower ", Option("max_length")),
+        )
 
 
 class _Generate:
@@ -338,50 +343,64 @@ class _Generate:
         self.engine, self.options, self.long_rows = engine, options, long_rows
         self.wholes: deque[Whole] = deque()
 
-    def answers(self, prompts: Iterable[tuple[int, Encodable]]) -> Iterator[GenerationResult]:
-        """Answers numbered prompts, in order."""
+    def asked(self, number: int, text: Encodable | Asked) -> Asked:
+        """Returns an input with its options and row id."""
+        if not isinstance(text, Asked):
+            return Asked(text, self.options, number)
+        _require_positions(text.options or self.options, self.engine.max_positions)
+        return replace(text, options=text.options or self.options)
+
+    def key(self, given: Asked) -> tuple[Any, ...] | None:
+        """Returns the part of an input that decides its answer: samples depend on the row too."""
+        options = given.options or self.options
+        return None if options.sample else (given.source, options)
+
+    def answers(self, inputs: Iterable[Asked]) -> Iterator[GenerationResult]:
+        """Answers inputs, in order."""
         engine, options, split = self.engine, self.options, self.long_rows == "split"
         lines: deque[Whole] = deque()
         if splits := engine.splits_lines(options):
-            prompts = in_lines(prompts, options.n_best, lines)
+            inputs = in_lines(inputs, lines)
         workers = [partial(self.work, decoder) for decoder in engine.decoders] * engine.replicas
-        slots = max(1, engine.batches.rows // max(options.beam, options.n_best))
-        # Samples depend on the row's number too, and a row that is split has several answers.
-        key = None if options.sample or split else itemgetter(1)
-        results = engine.answers(prompts, self.prepare, workers, slots, key)
+        # A row that is split has several answers.
+        key = None if split else self.key
+        results = engine.answers(inputs, self.prepare, workers, engine.batches.rows, key)
         if split:
             results = joined(results, self.wholes, options.length_penalty)
         return joined(results, lines, options.length_penalty) if splits else results
 
-    def prepare(
-        self, texts: list[tuple[int, Encodable]]
-    ) -> list[WorkItem[EncodedRow] | GenerationResult]:
+    def prepare(self, inputs: list[Asked]) -> list[WorkItem[EncodedRow] | GenerationResult]:
         prepared: list[WorkItem[EncodedRow] | GenerationResult] = []
         # Without sampling, equal texts have equal answers.
-        known: dict[Encodable, list[WorkItem[EncodedRow] | GenerationResult]] = {}
-        rows = self.engine.encode([text for _, text in texts], self.options, self.long_rows)
-        for (number, text), row in zip(texts, rows, strict=True):
-            if self.options.sample or text not in known:
-                known[text] = [self._item(piece) for piece in self._pieces(number, text, row)]
-            prepared += known[text]
+        known: dict[Any, list[WorkItem[EncodedRow] | GenerationResult]] = {}
+        rows = self.engine.encode([each.source for each in inputs], self.options, self.long_rows)
+        for given, row in zip(inputs, rows, strict=True):
+            key = self.key(given) or given
+            if key not in known:
+                known[key] = [self._item(piece) for piece in self._pieces(given, row)]
+            prepared += known[key]
             if self.long_rows == "split":
-                self.wholes.append(Whole(row.text, len(known[text])))
+                self.wholes.append(Whole(row.text, len(known[key])))
         return prepared
 
-    def _pieces(self, number: int, text: Encodable, row: EncodedRow) -> list[EncodedRow]:
+    def _pieces(self, given: Asked, row: EncodedRow) -> list[EncodedRow]:
         """Returns a row with its row id, or its pieces with one each, so that samples differ."""
-        pieces = [row]
+        text, pieces = given.source, [row]
         too_long = row.error is not None and row.error.kind == "too-long"
         if self.long_rows == "split" and too_long and isinstance(text, str | InLanguages):
             texts = self.engine.preprocessor.pieces(row.text)
             whole = text if isinstance(text, InLanguages) else InLanguages(text)
             pieces = self.engine.encode([replace(whole, text=each) for each in texts], self.options)
-        return [replace(piece, row_id=number + i * PIECE) for i, piece in enumerate(pieces)]
+        options = given.options or self.options
+        return [
+            replace(piece, row_id=given.row_id + i * PIECE, options=options)
+            for i, piece in enumerate(pieces)
+        ]
 
     def _item(self, row: EncodedRow) -> WorkItem[EncodedRow] | GenerationResult:
         from transferry.runtime.decoding.logits_processors import beginning
 
-        options, error, tokens = self.options, row.error, len(row.ids)
+        options, error, tokens = row.options or self.options, row.error, len(row.ids)
         request = self._request(row)
         prefix, room = len(beginning(options, request)), request.max_length
         longest = options.max_total_length
@@ -401,17 +420,19 @@ class _Generate:
         if error is not None:
             return GenerationResult(row.text, row.tokens, error=error)
         self.engine.require_covered(self.engine.settings_of(row, options)[0])
-        return WorkItem(row, tokens)
+        # Each request has its own limit and seed; the other options are those of a batch.
+        group = replace(options, max_length=self.engine.max_positions, seed=0)
+        return WorkItem(row, tokens, group, max(options.beam, options.n_best))
 
     def _request(self, row: EncodedRow, key: Any = None) -> Request[Any]:
         """Returns the request for a row, with its language where that is the first token."""
         from transferry.runtime.decoding.strategy import Request
 
-        options = self.options
+        options = row.options or self.options
         room, first = self.engine.room(options, len(row.ids)), row.target
         begins = self.engine.bundle.tokenizer.special.begins_with_language
-        given = (None, first) if not begins else (first, None)
-        return Request(key, row.ids, room, options.prefix, row.row_id, *given)
+        bos_id, forced = (first, None) if begins else (None, first)
+        return Request(key, row.ids, room, options.prefix, row.row_id, bos_id, forced, options.seed)
 
     def work(
         self, decoder: ServedDecoder, take: Take[EncodedRow], slots: int
@@ -419,27 +440,31 @@ class _Generate:
         from transferry.runtime.decoding.search import search_stream
         from transferry.runtime.decoding.shared_prompts import copied_tokens
 
-        options, special = self.options, self.engine.bundle.tokenizer.special
+        tokenizer = self.engine.bundle.tokenizer
         shared: dict[WorkItem[EncodedRow], int] = {}
-
-        def requests(most: int) -> list[Request[WorkItem[EncodedRow]]]:
-            items = take(most)  # one batch
-            if decoder.shares_prompts and items:
+        while items := take(slots):
+            if decoder.shares_prompts:
                 copied = copied_tokens([item.row.ids for item in items])
                 shared.update(zip(items, copied, strict=True))
-            return [self._request(item.row, item) for item in items]
-
-        decode = self.engine.bundle.tokenizer.decode
-        stream = search_stream(decoder, requests, options, special, slots=slots, decode=decode)
-        for item, found in stream:
-            result = self._result(item.row, found)
-            yield item, replace(result, shared_prompt_tokens=shared.pop(item, 0))
+            batch = [self._request(item.row, item) for item in items]
+            limits = (item.row.options.max_length for item in items if item.row.options)
+            stream = search_stream(
+                decoder,
+                _once(batch),
+                replace(items[0].group, max_length=max(limits)),
+                tokenizer.special,
+                slots=len(batch),
+                decode=tokenizer.decode,
+            )
+            for item, found in stream:
+                result = self._result(item.row, found)
+                yield item, replace(result, shared_prompt_tokens=shared.pop(item, 0))
 
     def _result(self, row: EncodedRow, found: Sequence[Hypothesis]) -> GenerationResult:
         from transferry.runtime.decoding.stop_strings import StopStrings
 
         decode = self.engine.bundle.tokenizer.decode
-        stops = StopStrings(self.options.stop, decode)
+        stops = StopStrings((row.options or self.options).stop, decode)
         hypotheses = tuple(
             TextHypothesis(**vars(one), text=stops.cut(decode(one.tokens)))
             for one in found
@@ -449,3 +474,9 @@ class _Generate:
         return GenerationResult(
             row.text, len(row.ids), hypotheses, error=error, truncated=row.truncated
         )
+
+
+def _once(batch: list[Request[Any]]) -> Callable[[int], list[Request[Any]]]:
+    """Returns a request source of one batch."""
+    batches = iter([batch])
+    return lambda most: next(batches, [])

@@ -14,6 +14,7 @@ from transferry.runtime.decoding.generation_options import GenerationOptions, ge
 from transferry.runtime.decoding.search import search
 from transferry.runtime.decoding.stop_strings import StopStrings
 from transferry.runtime.engine.engine import Engine
+from transferry.runtime.engine.prompts import Asked
 from transferry.runtime.errors import UsageError
 
 TEXTS = ["a dog runs", "two men", "the cat sat on the mat", "one"]
@@ -42,6 +43,28 @@ def test_names_change_single_fields_of_the_defaults(engine: Engine) -> None:
         engine.generate(TEXTS, beams=4)
     with pytest.raises(UsageError, match="beam must be a whole number"):
         engine.generate(TEXTS, beam="4")
+
+
+def test_inputs_with_options_of_their_own_are_answered_as_alone(engine: Engine) -> None:
+    drawn = GenerationOptions(max_length=9, sample=True, seed=4)
+    options = [
+        *(GenerationOptions(max_length=3), GenerationOptions(max_length=8, stop=("e",))),
+        *(GenerationOptions(beam=2, n_best=2, max_length=6), replace(drawn, n_best=3)),
+        *(drawn, replace(drawn, seed=5), replace(drawn, temperature=2.0)),
+    ]
+    rows = [Asked(text, one, 7) for one in options for text in TEXTS]
+    found = list(engine.generate([*rows, *rows, "one"], max_length=5))
+    for row, each in zip([*rows, *rows], found, strict=False):
+        assert isinstance(row.source, str)
+        (alone,) = engine.generate([row.source], row.options, first_row=7)
+        assert each == alone, row
+    samples = [each.text for each in found[16:24]]
+    assert samples[:4] != samples[4:], "the seeds differ"
+    assert found[-1] == next(engine.generate(["one"], max_length=5))
+    searched = [each.repeated for each in found[len(rows) :]]
+    assert searched == [not row.options.sample for row in rows if row.options] + [False]
+    with pytest.raises(UsageError, match="max_length is 2000, but the model has"):
+        list(engine.generate([Asked("one", GenerationOptions(max_length=2000))]))
 
 
 def test_defaults_give_way_to_what_is_named() -> None:
