@@ -52,7 +52,8 @@ def traced(folder: Path, *command: str | Path, **environment: str) -> list[str]:
     for path in (home, folder / "tmp", folder / "cwd"):
         path.mkdir()
     own = {name: value for name, value in os.environ.items() if name not in ("CI", *environment)}
-    own.pop(TELEMETRY_SWITCH, None)  # set for the tests
+    for name in (TELEMETRY_SWITCH, "TORCHINDUCTOR_CACHE_DIR"):  # set for and by the tests
+        own.pop(name, None)
     # Temporary files are in TMPDIR, as documented.
     own |= {"HOME": str(home), "TMPDIR": str(folder / "tmp"), "PYTHONPATH": str(CHECKOUT)}
     done = subprocess.run(
