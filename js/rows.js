@@ -23,9 +23,10 @@ export class RowError extends Error {
  *   which is cut at its end
  * @param {(text: string) => number[]} [encode] default: that of the tokenizer
  * @returns {{ids: number[], tokens: number, truncated: boolean}}
- * @throws {RowError} of kind empty or too-long
+ * @throws {RowError} of kind no-text, empty or too-long
  */
 export function encodeRow(text, tokenizer, limits, encode = (each) => tokenizer.encode(each)) {
+  requireText(text);
   const { positions, longRows = "error", reserve = 0 } = limits;
   const { special } = tokenizer;
   const wrap = limits.wrap ?? ((ids) => special.wrap(ids));
@@ -49,6 +50,11 @@ export function encodeRow(text, tokenizer, limits, encode = (each) => tokenizer.
     return { ids: wrap(keepsEnd ? special.cut(ids, kept) : ids.slice(0, kept)), tokens, truncated: true };
   }
   throw tooLong(tokens, positions, far ? "at least " : "");
+}
+
+/** Throws RowError for another value than text, such as null. */
+export function requireText(text) {
+  if (typeof text !== "string") throw new RowError("no-text", `expected text, found ${text}`);
 }
 
 export function tooLong(tokens, positions, about = "") {
@@ -81,7 +87,7 @@ export async function answered(source, blank, record) {
     return await record();
   } catch (error) {
     if (!(error instanceof RowError)) throw error;
-    return { source, ...blank, error: { kind: error.kind, message: error.message } };
+    return { source: source ?? "", ...blank, error: { kind: error.kind, message: error.message } };
   }
 }
 

@@ -2,7 +2,7 @@
 
 import { UsageError } from "../errors.js";
 import { encodeIds } from "../ort/encoder.js";
-import { answered, checkLongRows, encodeRow, isBlank, notFinite, RowError, single, tooLong } from "../rows.js";
+import { answered, checkLongRows, encodeRow, isBlank, notFinite, requireText, RowError, single, tooLong } from "../rows.js";
 import { entities } from "./entities.js";
 
 const AGGREGATIONS = ["none", "simple", "first", "average", "max"];
@@ -118,6 +118,7 @@ function headRecord(engine, row, longRows, answer) {
 function encodePair(first, second, tokenizer, { positions: most, longRows }) {
   const { special } = tokenizer;
   const positions = longRows === "truncate" ? Math.min(most, special.longest || most) : most;
+  [first, second].forEach(requireText);
   if (isBlank(first) || isBlank(second)) throw new RowError("empty", "there is no text to work on");
   let [left, right] = [tokenizer.encode(first), tokenizer.encode(second)];
   const join = () => special.wrap([...left, ...special.between, ...right]);

@@ -29,7 +29,7 @@ export async function* generate(engine, text, options, how) {
   if (options.split_lines && !decoder.hasEncoder) {
     throw new UsageError("a prompt may hold line breaks, so split_lines needs an encoder-decoder");
   }
-  const source = typeof text === "string" ? text : JSON.stringify(text);
+  const source = Array.isArray(text) ? JSON.stringify(text) : text;
   const splits = typeof text === "string" && (options.split_lines ?? decoder.hasEncoder);
   const { lines, around } = splits ? cutLines(text) : { lines: [], around: [] };
   try {
@@ -166,11 +166,11 @@ function requestOf(engine, text, options, { row = 0, longRows, sourceLanguage, t
 
 function encode(engine, text, longRows, reserve) {
   const { positions } = engine;
-  if (typeof text === "string") {
+  if (!Array.isArray(text)) {
     return encodeRow(text, engine.bundle.tokenizer, { positions, longRows, reserve });
   }
   const size = engine.bundle.manifest.model.vocabulary_size;
-  if (!Array.isArray(text) || !text.every((id) => Number.isInteger(id) && id >= 0 && id < size)) {
+  if (!text.every((id) => Number.isInteger(id) && id >= 0 && id < size)) {
     throw new UsageError(`texts must be strings or lists of token ids from 0 to ${size - 1}`);
   }
   if (!text.length) throw new RowError("empty", "there are no tokens to work on");

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any, Generic, Literal, TypeVar, get_args
 
 from transferry.runtime.decoding.generation_options import GenerationOptions
@@ -209,29 +210,48 @@ def too_long(tokens: int, positions: int, about: str = "") -> RowError:
 
 
 def checked_texts(texts: Iterable[Any]) -> Iterator[Any]:
-    """Yields texts, or pairs of texts; raises UsageError for a single text or another value."""
-    if isinstance(texts, str | bytes) or not isinstance(texts, Iterable):
+    """Yields texts, or pairs of texts, and errors in the place of other values, such as NaN.
+
+    Raises UsageError for a single text, a dictionary or a table.
+    """
+    require_several(texts)
+    return map(_checked_text, texts, count(1))
+
+
+def require_several(texts: Iterable[Any]) -> None:
+    """Raises UsageError for a single text, a dictionary or a table, which are no rows."""
+    rows = isinstance(texts, Iterable) and not isinstance(texts, str | bytes | Mapping)
+    if not rows or getattr(texts, "ndim", 1) != 1:
         raise UsageError(f"texts must be several, such as a list, found {shown(texts)}")
-    return map(_checked_text, texts)
 
 
-def checked_pairs(pairs: Iterable[Any]) -> Iterator[Any]:
-    """Yields pairs of texts; raises UsageError for another value, such as two letters."""
+def checked_pairs(pairs: Iterable[Any], *, both: bool = False) -> Iterator[Any]:
+    """Yields pairs of texts as `checked_texts`; the second may be None unless `both`.
 
-    def checked(pair: Any) -> Any:
+    Raises UsageError for another value than a pair, such as two letters.
+    """
+
+    def checked(pair: Any, number: int) -> Any:
         if type(pair) is not tuple or len(pair) != 2:
             raise UsageError(f"expected pairs, such as (text, target), found {shown(pair)}")
-        return pair
+        first, second = _checked_text(pair, number)
+        return first, no_text(second, number) if both and second is None else second
 
-    return map(checked, checked_texts(pairs))
+    require_several(pairs)
+    return map(checked, pairs, count(1))
 
 
-def _checked_text(text: Any) -> Any:
-    source, *others = text if type(text) is tuple and text else (text,)
-    for one in (source, *(other for other in others if other is not None)):
-        if not isinstance(one, str | RowError | InLanguages):
-            raise UsageError(f"texts must be strings, found {shown(one)}")
-    return text
+def _checked_text(text: Any, number: int) -> Any:
+    if type(text) is tuple and len(text) == 2:
+        first, second = text
+        second = None if second is None else _checked_text(second, number)
+        return _checked_text(first, number), second
+    return text if isinstance(text, str | RowError | InLanguages) else no_text(text, number)
+
+
+def no_text(value: Any, number: int) -> RowError:
+    """Returns the error of a row that holds another value than text."""
+    return RowError("no-text", f"expected text in row {number}, found {shown(value)}")
 
 
 def in_languages(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, Literal, TypeAlias
 
 from transferry.runtime.decoding.generation_options import GenerationOptions
@@ -12,11 +13,11 @@ from transferry.runtime.engine.preprocess import (
     EncodedRow,
     InLanguages,
     LongRows,
-    checked_texts,
+    no_text,
+    require_several,
     too_long,
 )
 from transferry.runtime.engine.result import RowError
-from transferry.runtime.errors import UsageError
 from transferry.runtime.settings import shown
 from transferry.runtime.tokenizer.chat import ChatError, Message
 from transferry.runtime.tokenizer.special_tokens import AnyTokenizer
@@ -82,33 +83,29 @@ def _checked_ids(ids: list[Any], size: int) -> list[int]:
 
 
 def checked_prompts(texts: Iterable[Source]) -> Iterator[Encodable | Asked]:
-    """Yields texts and errors, and chats and token ids as prompts; refuses other values."""
-    if isinstance(texts, Mapping | Prompt | InLanguages | Asked):
-        raise UsageError(f"texts must be several, such as a list, found {shown(texts)}")
-    checked_texts(texts)
-    return map(_prompt, texts)
+    """Yields texts and errors, and chats and token ids as prompts; see `checked_texts`."""
+    require_several(texts)
+    return map(_prompt, texts, count(1))
 
 
-def _prompt(source: Any) -> Encodable | Asked:
+def _prompt(source: Any, number: int) -> Encodable | Asked:
     if isinstance(source, Prompt | InLanguages | Asked):
         return source
     if isinstance(source, Sequence) and not isinstance(source, str | bytes):
         kinds: dict[Any, Literal["messages", "ids"]] = {Mapping: "messages", int: "ids"}
         for type_, kind in kinds.items():
             if all(isinstance(each, type_) for each in source):
-                return Prompt(_as_json(source), kind)
-    if not isinstance(source, str | RowError):
-        raise UsageError(
-            f"texts must be strings, lists of messages or lists of token ids, found {shown(source)}"
-        )
-    return source
+                return _as_prompt(source, kind, number)
+    return source if isinstance(source, str | RowError) else no_text(source, number)
 
 
-def _as_json(values: Sequence[Any]) -> str:
+def _as_prompt(
+    values: Sequence[Any], kind: Literal["messages", "ids"], number: int
+) -> Prompt | RowError:
     try:
-        return json.dumps(list(values), ensure_ascii=False, allow_nan=False)
+        return Prompt(json.dumps(list(values), ensure_ascii=False, allow_nan=False), kind)
     except (TypeError, ValueError, RecursionError) as error:
-        raise UsageError(f"messages must be JSON values, found others: {error}") from error
+        return RowError("prompt", f"expected JSON values in row {number}, found others: {error}")
 
 
 def encode_prompt(

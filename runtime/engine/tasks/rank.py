@@ -77,7 +77,7 @@ def rank(
         UsageError: The bundle has no such head, or `long_rows` is "split".
     """
     call = _Call(engine, long_rows)
-    return engine.map(checked_pairs(pairs), call.prepare, call.compute, engine.encoders)
+    return engine.map(checked_pairs(pairs, both=True), call.prepare, call.compute, engine.encoders)
 
 
 class _Call(PairCall):

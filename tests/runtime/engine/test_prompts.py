@@ -90,12 +90,14 @@ def test_only_ids_are_truncated(engine: Engine) -> None:
     assert chat.error.kind == "too-long"
 
 
-@pytest.mark.parametrize(
-    "sources", [{"role": "user"}, [USER], [3], [[1, "a"]], [[USER, 1]], [[{"role": object()}]]]
-)
-def test_something_else_than_prompts_is_refused(engine: Engine, sources: Any) -> None:
-    with pytest.raises(UsageError, match=r"texts must be|messages must be JSON"):
-        list(answers(engine, sources))
+def test_something_else_than_prompts_is_an_error_of_its_row(engine: Engine) -> None:
+    sources: Any = [USER, 3, [1, "a"], [USER, 1], [{"role": object()}], "five"]
+    *bad, good = answers(engine, sources)
+    kinds = [found.error and found.error.kind for found in bad]
+    assert kinds == [*["no-text"] * 4, "prompt"]
+    assert good.error is None
+    with pytest.raises(UsageError, match="texts must be several"):
+        answers(engine, {"role": "user"})  # type: ignore[arg-type]
 
 
 def test_messages_need_a_template(engine: Engine) -> None:
