@@ -17,7 +17,7 @@ from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.engine.result import RowError
 from transferry.runtime.errors import Option, UsageError, install_command
 from transferry.runtime.settings import shown
-from transferry.runtime.tokenizer.special_tokens import SpecialTokens
+from transferry.runtime.tokenizer.special_tokens import SpecialTokens, TextError
 
 Row = TypeVar("Row")
 LongRows = Literal["error", "truncate", "split"]
@@ -80,7 +80,7 @@ class Preprocessor:
     """Encodes texts for a model.
 
     Attributes:
-        encode_batch: Returns the token ids of each text.
+        encode_batch: Returns the token ids of each text; raises TextError if one has none.
         special: Special tokens around them.
         positions: Limit on the tokens of a row.
         longest_token: Characters of the longest token, so that the length of a text bounds its
@@ -109,7 +109,7 @@ class Preprocessor:
             room = max(0, min(room - reserve, self.special.longest or room))
         plain = [text.text if isinstance(text, InLanguages) else text for text in texts]
         heads = [self._head(text, room, long_rows) for text in plain if isinstance(text, str)]
-        ids = iter(self.encode_batch(heads))
+        ids = iter(self.token_ids(heads))
         rows = [
             self._row(text, next(ids), room, long_rows)
             if isinstance(text, str)
@@ -120,6 +120,15 @@ class Preprocessor:
             self._in_languages(row, text) if isinstance(text, InLanguages) else row
             for row, text in zip(rows, texts, strict=True)
         ]
+
+    def token_ids(self, texts: Sequence[str]) -> Sequence[Sequence[int] | RowError]:
+        """Returns the token ids of each text, or why it has none."""
+        try:
+            return self.encode_batch(list(texts))
+        except TextError as error:
+            if len(texts) == 1:
+                return [RowError("tokenizer", str(error))]
+        return [found for text in texts for found in self.token_ids([text])]
 
     def _in_languages(self, row: EncodedRow, text: InLanguages) -> EncodedRow:
         """Returns a row with the tokens of its languages, or why it has none."""
@@ -149,7 +158,11 @@ class Preprocessor:
             return text  # its tokens may depend on all that comes before
         return text[: room * self.longest_token] if long_rows == "truncate" else ""
 
-    def _row(self, text: str, ids: Sequence[int], room: int, long_rows: LongRows) -> EncodedRow:
+    def _row(
+        self, text: str, ids: Sequence[int] | RowError, room: int, long_rows: LongRows
+    ) -> EncodedRow:
+        if isinstance(ids, RowError):
+            return EncodedRow(text, error=ids)
         uncounted = self._least(text) > self.positions
         wrapped = self.special.wrap(ids)
         around = len(wrapped) - len(ids)
@@ -181,8 +194,11 @@ class Preprocessor:
             return
         cut, *finer = cuts
         units = cut(text)
-        counts = [len(ids) for ids in self.encode_batch(units)]
         room = self.positions - len(self.special.wrap([]))
+        # A unit that cannot be encoded is cut further, and its last piece becomes an error.
+        counts = [
+            room + 1 if isinstance(ids, RowError) else len(ids) for ids in self.token_ids(units)
+        ]
         first = 0
         while first < len(units):
             last, tokens = first + 1, counts[first]

@@ -20,7 +20,7 @@ from transferry.runtime.engine.preprocess import (
 from transferry.runtime.engine.result import RowError
 from transferry.runtime.settings import shown
 from transferry.runtime.tokenizer.chat import ChatError, Message
-from transferry.runtime.tokenizer.special_tokens import AnyTokenizer
+from transferry.runtime.tokenizer.special_tokens import AnyTokenizer, TextError
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def encode_prompt(
     """Encodes a prompt of at most `positions` tokens; its result may be an error.
 
     "truncate" cuts token ids and leaves `reserve` positions free. A chat ends with the turn to be
-    answered, so it is never cut. Raises as `Prompt.encode`, except for ChatError.
+    answered, so it is never cut. Raises UsageError without a chat template or jinja2.
     """
     if not prompt.text.strip():
         return EncodedRow(prompt.text, error=RowError("empty", "there is no text to work on"))
@@ -122,6 +122,8 @@ def encode_prompt(
         ids = prompt.encode(tokenizer)
     except ChatError as error:
         return EncodedRow(prompt.text, error=RowError("prompt", str(error)))
+    except TextError as error:
+        return EncodedRow(prompt.text, error=RowError("tokenizer", str(error)))
     if not ids:
         return EncodedRow(prompt.text, error=RowError("empty", "there are no tokens to work on"))
     tokens = len(ids)

@@ -18,6 +18,7 @@ RowErrorKind = Literal[
     "settings",  # a request asks for something else than the first of its batch
     "language",  # a language that the bundle's tokenizer does not have
     "lines",  # several lines in one text, and several answers a row
+    "tokenizer",  # a text that the tokenizer cannot encode
     "prompt",  # messages that the chat template refuses, or ids outside of the vocabulary
     "empty",
     "too-long",

@@ -23,6 +23,7 @@ from transferry.runtime.tokenizer.special_tokens import (
     AnyTokenizer,
     SpecialTokens,
     read_settings,
+    text_errors,
 )
 from transferry.runtime.tokenizer.third_party import KINDS
 
@@ -143,6 +144,7 @@ class Tokenizer(AnyTokenizer):
         size, chat = self.vocabulary_size, self.chat
         return self.pattern, self.special, self._ids, self._tokens, size, chat
 
+    @text_errors()
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = []
         for start in range(0, len(text), _MAX_CHARACTERS_AT_ONCE):

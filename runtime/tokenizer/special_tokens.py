@@ -3,7 +3,8 @@
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -25,10 +26,29 @@ from transferry.runtime.tokenizer.chat import (
 )
 
 FORMAT_VERSION = 1
+PANIC = "PanicException"  # of a library in Rust; no Exception
 SETTINGS_FILE = "tokenizer.json"
 
 
 Item = TypeVar("Item")
+
+
+class TextError(InputError):
+    """A text that a tokenizer cannot encode."""
+
+
+@contextmanager
+def text_errors() -> Iterator[None]:
+    """Turns the errors of a library over one text, panics of Rust included, into a TextError."""
+    try:
+        yield
+    except (MemoryError, TextError):
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != PANIC:
+            raise
+        reason = " ".join(str(error).split())[:160] or type(error).__name__
+        raise TextError(f"the tokenizer cannot encode the text: {reason}") from error
 
 
 class Place(NamedTuple):
@@ -198,7 +218,7 @@ class AnyTokenizer(ABC):
         return self._special_text is not None and self._special_text.search(text) is not None
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a source, without those around it."""
+        """Token ids of a source, without those around it; raises TextError if it has none."""
         return self._encode_each(text, self._encode)
 
     @abstractmethod

@@ -18,7 +18,13 @@ import msgspec
 from transferry.runtime.errors import InputError, Option, UsageError, install_command
 from transferry.runtime.io.documents import decode
 from transferry.runtime.tokenizer.chat import PRIVATE_USE, Pieces
-from transferry.runtime.tokenizer.special_tokens import AnyTokenizer, Place, SpecialTokens
+from transferry.runtime.tokenizer.special_tokens import (
+    PANIC,
+    AnyTokenizer,
+    Place,
+    SpecialTokens,
+    text_errors,
+)
 
 # SentencePiece's character for a blank.
 BLANK = "\N{LOWER ONE EIGHTH BLOCK}"
@@ -160,10 +166,12 @@ class HuggingFaceTokenizer(ThirdPartyTokenizer):
         """See AnyTokenizer."""
         return self._encode(text)
 
+    @text_errors()
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(_well_formed(text), add_special_tokens=False).ids
         return ids
 
+    @text_errors()
     def places(self, text: str) -> list[Place]:
         """See `AnyTokenizer.places`.
 
@@ -189,6 +197,7 @@ class HuggingFaceTokenizer(ThirdPartyTokenizer):
         (content,) = self.files.values()
         return msgspec.json.decode(content, type=_WordFile).model
 
+    @text_errors()
     def encode_batch(self, texts: Iterable[str]) -> list[list[int]]:
         """Token ids of each text; the library uses all cores."""
         encodings = self._tokenizer.encode_batch(
@@ -206,6 +215,7 @@ class HuggingFaceTokenizer(ThirdPartyTokenizer):
         between[::2] = pieces
         return self.encode_pieces(between)
 
+    @text_errors()
     def encode_pieces(self, pieces: Pieces) -> list[int]:
         """Token ids of texts with the ids of special tokens in between.
 
@@ -213,7 +223,9 @@ class HuggingFaceTokenizer(ThirdPartyTokenizer):
         because it takes in blanks.
         """
         texts = "".join(piece for piece in pieces if isinstance(piece, str))
-        mark = next(mark for mark in map(chr, PRIVATE_USE) if mark not in texts)
+        mark = next((mark for mark in map(chr, PRIVATE_USE) if mark not in texts), "")
+        while not mark or mark in texts:  # a run that is longer than every one in the texts
+            mark += chr(PRIVATE_USE[0])
         if mark not in self._chat_tokenizers:
             self._chat_tokenizers = {mark: self._chat_tokenizer(mark)}
         tokenizer, ids = self._chat_tokenizers[mark]
@@ -291,6 +303,7 @@ class SentencePieceTokenizer(ThirdPartyTokenizer):
             "and import and export the folder again",
         )
 
+    @text_errors()
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._model.encode(_well_formed(text))
         return ids
@@ -352,6 +365,7 @@ class SentencePiecePair(ThirdPartyTokenizer):
         """Special ids of a target."""
         return self.special.ids()
 
+    @text_errors()
     def _encode(self, text: str) -> list[int]:
         # Pieces missing from the table become the unknown token.
         end = text.find("<<") + 2
@@ -364,6 +378,7 @@ class SentencePiecePair(ThirdPartyTokenizer):
         pieces = self._source.encode(_well_formed(text), out_type=str)
         return [self._textual.get(piece, unknown) for piece in pieces]
 
+    @text_errors()
     def encode_target(self, text: str) -> list[int]:
         """Token ids of a target, split by the model of the target language."""
         return self._encode_each(text, self._encode_target)
@@ -413,6 +428,7 @@ class SentencePieceTables(SentencePiecePair):
         special = self.special
         return {special.pad_id, special.bos_id, *special.ends}
 
+    @text_errors()
     def encode_target(self, text: str) -> list[int]:
         """See SentencePiecePair; the texts of special tokens are those of sources."""
         return self._encode_target(text)
@@ -449,7 +465,7 @@ def panics_as_errors() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if type(error).__name__ != "PanicException":
+        if type(error).__name__ != PANIC:
             raise
         raise ValueError(f"the library fails on it: {error}") from error
 

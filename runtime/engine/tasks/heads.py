@@ -226,7 +226,7 @@ def encode_pairs(
     if not preprocessor.special.between:
         raise UsageError("the bundle's tokenizer joins no pairs of texts; leave the second out")
     texts = [each if isinstance(each, str) else "" for pair in pairs for each in pair]
-    ids = iter(preprocessor.encode_batch(texts))
+    ids = iter(preprocessor.token_ids(texts))
     both = zip(ids, ids, strict=True)
     return [
         alone if second is None else _joined(preprocessor, (first, second), found, long_rows)
@@ -237,7 +237,7 @@ def encode_pairs(
 def _joined(
     preprocessor: Preprocessor,
     pair: tuple[str | RowError, str | RowError],
-    ids: tuple[list[int], list[int]],
+    ids: tuple[Sequence[int] | RowError, Sequence[int] | RowError],
     long_rows: LongRows,
 ) -> EncodedRow:
     special, positions = preprocessor.special, preprocessor.positions
@@ -250,6 +250,10 @@ def _joined(
             return EncodedRow(text, error=side)
         if not side.strip():
             return EncodedRow(text, error=RowError("empty", "there is no text to work on"))
+    if isinstance(left, RowError) or isinstance(right, RowError):
+        error = left if isinstance(left, RowError) else right
+        assert isinstance(error, RowError)
+        return EncodedRow(text, error=error)
     room = positions - len(special.wrap(special.between))
     tokens = len(special.wrap([*left, *special.between, *right]))
     cut = len(left) + len(right) > room
@@ -257,7 +261,7 @@ def _joined(
         return EncodedRow(text, (), tokens, too_long(tokens, positions))
     if cut:
         most = longest_first(len(left), len(right), room)
-        left, right = (list(special.cut(*each)) for each in zip(ids, most, strict=True))
+        left, right = (list(special.cut(*each)) for each in zip((left, right), most, strict=True))
     joined = special.wrap([*left, *special.between, *right])
     return EncodedRow(text, joined, tokens, truncated=cut)
 
