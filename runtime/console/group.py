@@ -19,7 +19,13 @@ from transferry.runtime.console.logs import as_logged, log_line, logs_json
 from transferry.runtime.console.memory import TORCH_COMMANDS, out_of_memory, require_memory
 from transferry.runtime.errors import InputError, TransferryError, UsageError, install_command
 from transferry.runtime.io.outputs import STANDARD_STREAM, require_apart, require_own
-from transferry.runtime.jobs.formats.remote_file import RemoteFile, is_url
+from transferry.runtime.jobs.formats.remote_file import (
+    HIDDEN,
+    RemoteFile,
+    is_url,
+    shown_url,
+    without_secrets,
+)
 from transferry.runtime.settings import foreign_settings, shown
 from transferry.runtime.stopping import EXIT_CODE, format_with
 from transferry.runtime.tables import printable
@@ -56,7 +62,10 @@ class FilePath(click.Path):
         """Refuses an impossible path, before `exists` raises an error of its own."""
         if is_url(str(value)):
             if not self.remote:
-                self.fail(f"expected a path, found {shown(str(value))}; only INPUT may be a URL")
+                found = shown_url(str(value))
+                self.fail(f"expected a path, found {found}; only INPUT may be a URL")
+            if HIDDEN in str(value):
+                self.fail(f"{value} has {HIDDEN} in the place of a secret; give the whole address")
             return RemoteFile(str(value))
         path = Path(value)
         if not str(value):
@@ -207,7 +216,8 @@ class Commands(click.Group):
 
     def parse_args(self, context: click.Context, arguments: list[str]) -> list[str]:
         """Keeps the command line for the hint on how to continue an interrupted job."""
-        context.meta[COMMAND_LINE] = shlex.join(["transferry", *arguments])
+        told = [without_secrets(argument) for argument in arguments]
+        context.meta[COMMAND_LINE] = shlex.join(["transferry", *told])
         return super().parse_args(context, arguments)
 
     def invoke(self, context: click.Context) -> Any:

@@ -110,6 +110,8 @@ class Runner:
             while not journal.is_complete(most):
                 with journal.next_file() as file:
                     chunk = job.write(islice(results, most), file, first + journal.rows, count)
+                if chunk.rows < most:
+                    job.require_counted(journal.rows + chunk.rows)
                 journal.append(chunk)
                 summary.saved = journal.rows
 
@@ -274,6 +276,14 @@ class Job:
         rows, _ = self._whole()
         return min(rows, rows if last is None else last) - first
 
+    def require_counted(self, rows: int) -> None:
+        """Raises InputError if the rows were counted before, and are others now."""
+        if self._counted is not None and rows != self.count():
+            raise InputError(
+                f"{self.layout.path} has changed since it was counted: expected {self.count():,} "
+                f"rows, found {rows:,}. Run the command again once it stays as it is"
+            )
+
     def run(
         self,
         watch: Callable[[Summary], None] = lambda summary: None,
@@ -304,7 +314,7 @@ class Job:
                 self.counting(summary, add, watch) as count,
                 closing(self.results(self.rows(*self.row_range), first)) as results,
             ):
-                self.write(results, file, first, count)
+                self.require_counted(self.write(results, file, first, count).rows)
             return summary
         with self._telling_saved(summary), self.runner.journal.locked(self.folder) as journal:
             if self.output.exists() and not self.options.force:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import chain, islice
+from pathlib import Path
 from typing import Any
 
 from transferry.runtime.engine.result import RowError
@@ -14,6 +15,7 @@ from transferry.runtime.jobs.formats.cells import has_nul, to_json
 from transferry.runtime.jobs.formats.detection import Dialect
 from transferry.runtime.jobs.formats.remote_file import RemoteFile, Source
 from transferry.runtime.jobs.formats.rows import Fields, InputRow, RowReader, layout_of, unique
+from transferry.runtime.jobs.formats.sources import Steady
 from transferry.runtime.jobs.job_options import InputFormat
 
 _BATCH_BYTES = 1 << 23
@@ -57,7 +59,8 @@ class ParquetReader(ColumnarReader):
     def __init__(
         self, path: Source, format: InputFormat, column: str | None, dialect: Dialect
     ) -> None:
-        with opened_parquet(path) as file:
+        self._steady = Steady(path)
+        with opened_parquet(self._steady) as file:
             schema = file.schema_arrow
             groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
             self.groups = [group.num_rows for group in groups]
@@ -72,7 +75,7 @@ class ParquetReader(ColumnarReader):
             if start + rows > first:
                 break
             start, skipped = start + rows, skipped + 1
-        with opened_parquet(self.file) as file:
+        with opened_parquet(self._steady) as file:
             groups = range(skipped, len(self.groups))
             batches = file.iter_batches(self._batch, row_groups=groups, use_threads=False)
             yield from self._numbered(batches, start, first, last)
@@ -84,12 +87,13 @@ class ArrowReader(ColumnarReader):
     def __init__(
         self, path: Source, format: InputFormat, column: str | None, dialect: Dialect
     ) -> None:
-        with _opened_arrow(path) as (schema, _):
+        self._steady = Steady(path)
+        with _opened_arrow(self._steady) as (schema, _):
             super().__init__(path, format, schema, column)
 
     def rows(self, first: int = 0, last: int | None = None) -> Iterator[InputRow]:
         """Streams rows first to last - 1."""
-        with _opened_arrow(self.file) as (_, batches):
+        with _opened_arrow(self._steady) as (_, batches):
             slices = (
                 batch.slice(start, _MOST_BATCH_ROWS)
                 for batch in batches
@@ -139,7 +143,7 @@ def _is_text(kind: Any) -> bool:
 
 
 @contextmanager
-def opened_parquet(path: Source) -> Iterator[Any]:
+def opened_parquet(path: Path | Steady) -> Iterator[Any]:
     """Opens a file, buffered by the megabyte. Every OSError inside counts as one of reading."""
     pyarrow = import_pyarrow("Parquet")
     with _told(path, "Parquet", pyarrow), _local(path) as source:
@@ -149,12 +153,12 @@ def opened_parquet(path: Source) -> Iterator[Any]:
 
 
 @contextmanager
-def _opened_arrow(path: Source) -> Iterator[tuple[Any, Iterator[Any]]]:
+def _opened_arrow(path: Steady) -> Iterator[tuple[Any, Iterator[Any]]]:
     """Opens a file; gives its schema and its batches."""
     pyarrow = import_pyarrow("Arrow")
     with _told(path, "Arrow", pyarrow), _local(path) as source:
         # A stream is mapped where it lies, so that reading is lazy and skipping is free.
-        mapped = source if isinstance(path, RemoteFile) else pyarrow.memory_map(str(source))
+        mapped = source if isinstance(path.source, RemoteFile) else pyarrow.memory_map(str(source))
         with pyarrow.PythonFile(mapped) if mapped is source else mapped as file:
             head = file.read(len(_ARROW_MAGIC))
             file.seek(0)
@@ -167,13 +171,15 @@ def _opened_arrow(path: Source) -> Iterator[tuple[Any, Iterator[Any]]]:
                 yield stream.schema, iter(stream)
 
 
-def _local(path: Source) -> AbstractContextManager[Any]:
+def _local(path: Path | Steady) -> AbstractContextManager[Any]:
     """Returns a path, or an open file elsewhere, for pyarrow."""
-    return path.opened() if isinstance(path, RemoteFile) else nullcontext(path)
+    if isinstance(path, Path):
+        return nullcontext(path)
+    return path.opened() if isinstance(path.source, RemoteFile) else path.watched()
 
 
 @contextmanager
-def _told(path: Source, kind: str, pyarrow: Any) -> Iterator[None]:
+def _told(path: Path | Steady, kind: str, pyarrow: Any) -> Iterator[None]:
     try:
         yield
     except (OSError, pyarrow.ArrowException) as error:

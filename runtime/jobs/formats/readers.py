@@ -41,7 +41,7 @@ from transferry.runtime.jobs.formats.rows import (
     layout_of,
     unique,
 )
-from transferry.runtime.jobs.formats.sources import Series
+from transferry.runtime.jobs.formats.sources import Series, Steady
 from transferry.runtime.jobs.job_options import InputFormat
 
 # Rows and bytes by which the delimiter of a table is found.
@@ -160,7 +160,7 @@ class _LineReader(RowReader):
     def __init__(
         self, path: Source, format: InputFormat, column: str | None, dialect: Dialect
     ) -> None:
-        self.file, self._dialect = path, dialect
+        self.file, self._dialect, self._steady = path, dialect, Steady(path)
         self._encoding = encoding_of_lines(dialect.encoding)
         self._names, lines = self._header(self._lines())
         self.layout = self._layout(format, column)
@@ -180,7 +180,7 @@ class _LineReader(RowReader):
 
     def _raw_lines(self, *, keep_ends: bool = False) -> Iterator[bytes]:
         encoding, pages = self._dialect.encoding, self._dialect.pages
-        return read_raw_lines(self.file, keep_ends=keep_ends, encoding=encoding, pages=pages)
+        return read_raw_lines(self._steady, keep_ends=keep_ends, encoding=encoding, pages=pages)
 
     @abstractmethod
     def _header(self, lines: Iterator[_Line]) -> tuple[list[str], Iterator[_Line]]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias, cast
 
@@ -23,14 +25,37 @@ def is_url(text: str) -> bool:
     return bool(mark) and scheme.replace("+", "").replace("-", "").isalnum()
 
 
+# Facts of a file in a store that change with its content.
+_VERSION = ("size", "ETag", "etag", "md5", "md5Hash", "LastModified", "last_modified", "mtime")
+# Schemes in whose addresses a container stands before the @.
+_CONTAINERS = ("abfs", "abfss", "wasb", "wasbs")
+HIDDEN = "***"
+
+
+def shown_url(url: str) -> str:
+    """Returns a URL without user, password and values of its query: each may be a secret."""
+    scheme, mark, rest = url.partition("://")
+    place, rest = re.fullmatch(r"([^/?#]*)(.*)", rest, re.S).groups()  # type: ignore[union-attr]
+    if "@" in place and scheme not in _CONTAINERS:
+        place = f"{HIDDEN}@{place.rpartition('@')[2]}"
+    path, *parts = re.split(r"([?&;#])", rest)
+    hidden = (re.sub(r"(?s)^([^=]*=)?.+", rf"\1{HIDDEN}", part) for part in parts[1::2])
+    return "".join((scheme, mark, place, path, *chain(*zip(parts[::2], hidden, strict=True))))
+
+
+def without_secrets(text: str) -> str:
+    """Returns a text with every URL in it as `shown_url` shows it."""
+    return re.sub(r"\w[\w+.-]*://[^\s'\"<>]+", lambda found: shown_url(found[0]), text)
+
+
 @dataclass(frozen=True)
 class RemoteFile:
     """A file elsewhere, by URL, which is read as it streams in and never stored."""
 
-    url: str
+    url: str = field(repr=False)
 
     def __str__(self) -> str:
-        return self.url
+        return shown_url(self.url)
 
     @property
     def suffix(self) -> str:
@@ -51,10 +76,30 @@ class RemoteFile:
             UsageError: The package for such URLs is not installed.
         """
         with _told(self.url):
+            if self._is_http:
+                from transferry.runtime.jobs.formats.http_file import HttpFile
+
+                yield io.BufferedReader(HttpFile(self.url, str(self)), 1 << 18)
+                return
             system, path = import_fsspec(self.url).core.url_to_fs(self.url)
             # Not fsspec.open, whose block size s3fs takes for an option of its session.
             with system.open(path, "rb", block_size=_BLOCK) as file:
                 yield io.BufferedReader(cast(io.RawIOBase, file), 1 << 18)
+
+    @property
+    def _is_http(self) -> bool:
+        return self.url.partition("://")[0].lower() in ("http", "https")
+
+    def version(self) -> tuple[Any, ...]:
+        """Returns facts that change with the file; raises as `opened`."""
+        if self._is_http:
+            with self.opened() as file:
+                return cast(Any, file.raw).version  # type: ignore[no-any-return]
+        with _told(self.url):
+            system, path = import_fsspec(self.url).core.url_to_fs(self.url)
+            system.invalidate_cache()
+            known = system.info(path)
+            return tuple(str(known[name]) for name in _VERSION if known.get(name) is not None)
 
     def matches(self) -> list[RemoteFile]:
         """Returns the files that a pattern with *, ? or [] names, in order; else itself."""
@@ -64,7 +109,7 @@ class RemoteFile:
             system, path = import_fsspec(self.url).core.url_to_fs(self.url)
             found = sorted(system.unstrip_protocol(name) for name in system.glob(path))
         if not found:
-            raise InputError(f"{self.url}: expected files of this pattern, found no file")
+            raise InputError(f"{self}: expected files of this pattern, found no file")
         return [RemoteFile(url) for url in found]
 
 
@@ -75,37 +120,39 @@ Source: TypeAlias = Path | RemoteFile
 @contextmanager
 def _told(url: str) -> Iterator[None]:
     """Converts exceptions of fsspec and its back ends to our errors."""
+    shown = shown_url(url)
     try:
         yield
     except ImportError as error:  # fsspec names the package that opens the scheme
-        reason = f"{url} cannot be opened ({_brief(error)}); {install_command('remote')}"
+        reason = f"{shown} cannot be opened ({_brief(error)}); {install_command('remote')}"
         raise UsageError(reason) from error
     except ValueError as error:  # an unknown scheme
-        raise UsageError(f"{url} cannot be opened: {error}") from error
+        raise UsageError(f"{shown} cannot be opened: {_brief(error)}") from error
     except FileNotFoundError as error:
         # Over http this may also be a server that does not answer, so without a response.
         cause = error.__cause__
         if isinstance(cause, OSError) and getattr(cause, "response", None) is None:
-            raise _unreachable(url, cause) from error
+            raise _unreachable(shown, cause) from error
         reason = f": {_brief(cause)}" if cause is not None else ""
-        raise InputError(f"{url}: there is no such file{reason}") from error
+        raise InputError(f"{shown}: there is no such file{reason}") from error
     except Exception as error:
         # Each back end has exceptions of its own, whose packages need not be installed.
         if not _of_a_back_end(error):
             raise
-        raise _unreachable(url, error) from error
+        raise _unreachable(shown, error) from error
 
 
-def _unreachable(url: str, error: BaseException) -> InputError:
+def _unreachable(shown: str, error: BaseException) -> InputError:
     return InputError(
-        f"{url}: cannot be read: {_brief(error)}. Check the connection and the credentials, "
+        f"{shown}: cannot be read: {_brief(error)}. Check the connection and the credentials, "
         "then run the command again"
     )
 
 
 def _brief(error: BaseException) -> str:
     """Returns the first line of an error's message, without the full stop; some have pages."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    told = str(getattr(error, "reason", None) or error)  # of urllib's errors
+    lines = [line.strip() for line in without_secrets(told).splitlines() if line.strip()]
     return lines[0].rstrip(".") if lines else type(error).__name__
 
 
@@ -121,6 +168,6 @@ def import_fsspec(url: str) -> Any:
         import fsspec
     except ModuleNotFoundError as error:
         raise UsageError(
-            f"{url} is read by fsspec, which is not installed; {install_command('remote')}"
+            f"{shown_url(url)} needs fsspec, which is not installed; {install_command('remote')}"
         ) from error
     return fsspec

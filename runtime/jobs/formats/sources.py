@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import glob
+import io
+import stat
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.io.documents import read_document
+from transferry.runtime.io.lines import open_stream
 from transferry.runtime.io.outputs import STANDARD_STREAM
 from transferry.runtime.jobs.formats.remote_file import RemoteFile, Source, is_url
 from transferry.runtime.jobs.formats.rows import InputRow, RowReader
@@ -68,6 +72,52 @@ def _dataset(folder: Path) -> list[Path]:
     if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
         raise InputError(f"{folder / STATE}: expected the files of a dataset, found {names}")
     return [folder / name for name in names]
+
+
+class Steady:
+    """A file of rows that must stay as it is from the first time that it is opened."""
+
+    def __init__(self, source: Source) -> None:
+        self.source, self._version = source, cast("tuple[Any, ...] | None", None)
+
+    def __str__(self) -> str:
+        return str(self.source)
+
+    @contextmanager
+    def opened(self) -> Iterator[io.BufferedReader]:
+        """Opens the file; raises InputError if it has changed, now or at its end."""
+        with open_stream(self.source) as file:
+            self._require_same(getattr(file.raw, "version", None))
+            yield file
+            self._require_same()
+
+    @contextmanager
+    def watched(self) -> Iterator[Source]:
+        """Gives the file to a library that opens it itself; raises as `opened`."""
+        self._require_same()
+        yield self.source
+        self._require_same()
+
+    def _require_same(self, known: object = None) -> None:
+        version = known if isinstance(known, tuple) else self._found()
+        self._version = self._version or version
+        if version != self._version:
+            found = f"found {version[0]}" if version[:1] != self._version[:1] else "changed later"
+            raise InputError(
+                f"{self} has changed since it was first read: expected {self._version[0]} bytes, "
+                f"{found}. Run the command again once the file stays as it is"
+            )
+
+    def _found(self) -> tuple[Any, ...]:
+        if isinstance(self.source, RemoteFile):
+            return self.source.version()
+        if self.source == STANDARD_STREAM:
+            return ()
+        try:
+            found = self.source.stat()
+        except (OSError, ValueError):  # opening it tells
+            return ()
+        return (found.st_size, found.st_mtime_ns) if stat.S_ISREG(found.st_mode) else ()
 
 
 class Series(RowReader):
