@@ -2,6 +2,8 @@
 
 import fcntl
 import gc
+import hashlib
+import json
 import os
 import random
 import shutil
@@ -252,6 +254,30 @@ def writer_run_folder(once: Once) -> Path:
 def writer_bundle_folder(writer_run_folder: Path, once: Once, traces: None) -> Path:
     """The bundle of `writer_run_folder`."""
     return once("writer-bundle", lambda folder: make_bundle(writer_run_folder, folder))
+
+
+@pytest.fixture(scope="session")
+def chat_bundle_folder(writer_bundle_folder: Path, once: Once) -> Path:
+    """A bundle with a chat template, as export writes one."""
+    from transferry.runtime.tokenizer.byte_pair import load_tokenizer
+    from transferry.runtime.tokenizer.chat import ChatTemplate
+
+    source = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}A:"
+
+    def make(folder: Path) -> None:
+        shutil.copytree(writer_bundle_folder, folder)
+        tokenizer = load_tokenizer(folder)
+        end = {"<e>": tokenizer.special.eos_id}
+        tokenizer.chat = ChatTemplate(source, {"eos_token": "<e>"}, end)
+        tokenizer.save(folder)
+        manifest = json.loads((folder / "manifest.json").read_text())
+        for name in ("tokenizer.json", "chat_template.jinja"):
+            content = (folder / name).read_bytes()
+            record = {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content)}
+            manifest["files"][name] = record
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+
+    return once("chat-bundle", make)
 
 
 @pytest.fixture(scope="session")

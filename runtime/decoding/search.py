@@ -138,6 +138,12 @@ def search_stream(
             batch.drop_ended()
 
 
+def one_batch(requests: Sequence[Request[Key]]) -> Callable[[int], Sequence[Request[Key]]]:
+    """Returns a request source of one batch."""
+    batches = iter([requests])
+    return lambda most: next(batches, [])
+
+
 class _Batch(Generic[State, Key]):
     """Sentences that are stepped together.
 

@@ -261,6 +261,14 @@ class OpenBundle:
             )
         return self.decoder.has_encoder if options.split_lines is None else options.split_lines
 
+    def require_positions(self, options: GenerationOptions) -> None:
+        """Raises UsageError for answers longer than the model's positions."""
+        if options.max_length > self.max_positions:
+            raise UsageError(
+                *(Option("max_length"), f" is {options.max_length}, but the model has "),
+                *(f"{self.max_positions} positions; lower ", Option("max_length")),
+            )
+
     def require_covered(self, options: GenerationOptions) -> None:
         """Raises ParityError unless every required certificate covers such a search."""
         for certificate in self.required:

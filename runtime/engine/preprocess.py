@@ -225,13 +225,18 @@ def too_long(tokens: int, positions: int, about: str = "") -> RowError:
     )
 
 
-def checked_texts(texts: Iterable[Any]) -> Iterator[Any]:
+def checked_texts(texts: Iterable[Any], also: type | tuple[()] = ()) -> Iterator[Any]:
     """Yields texts, or pairs of texts, and errors in the place of other values, such as NaN.
+
+    `also` is a further type that passes.
 
     Raises UsageError for a single text, a dictionary or a table.
     """
     require_several(texts)
-    return map(_checked_text, texts, count(1))
+    return (
+        text if isinstance(text, also) else _checked_text(text, number)
+        for number, text in enumerate(texts, start=1)
+    )
 
 
 def require_several(texts: Iterable[Any]) -> None:

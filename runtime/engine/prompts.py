@@ -82,6 +82,13 @@ def _checked_ids(ids: list[Any], size: int) -> list[int]:
     return ids
 
 
+@dataclass(frozen=True)
+class Parts:
+    """The inputs of a row that has several."""
+
+    inputs: tuple[Any, ...]
+
+
 def checked_prompts(texts: Iterable[Source]) -> Iterator[Encodable | Asked]:
     """Yields texts and errors, and chats and token ids as prompts; see `checked_texts`."""
     require_several(texts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal, Self, TypeVar
 
@@ -108,6 +108,48 @@ class RowResult(ABC):
 
     def _error(self) -> dict[str, Any]:
         return {} if self.error is None else {"error": self.error.record()}
+
+
+@dataclass(frozen=True)
+class PartsResult(RowResult):
+    """Results of a row with several inputs.
+
+    Attributes:
+        parts: The result of each input, in order.
+    """
+
+    parts: tuple[RowResult, ...] = ()
+
+    @classmethod
+    def of(cls, parts: Sequence[RowResult]) -> PartsResult:
+        """Joins results; an error of one is the row's."""
+        failed = (place for place, part in enumerate(parts) if part.error is not None)
+        place = next(failed, None)
+        error = None if place is None else parts[place].error
+        if error is not None:
+            error = RowError(error.kind, f"input {place}: {error.message}")
+        return cls(
+            " ".join(part.source for part in parts),
+            sum(part.source_tokens for part in parts),
+            error=error,
+            truncated=any(part.truncated for part in parts),
+            repeated=all(part.repeated for part in parts),
+            shared_prompt_tokens=sum(part.shared_prompt_tokens for part in parts),
+            parts=tuple(parts),
+        )
+
+    @property
+    def texts(self) -> list[str]:
+        """Texts that were read."""
+        return [text for part in self.parts for text in part.texts]
+
+    @property
+    def target_tokens(self) -> int:
+        """Number of tokens of the best outputs."""
+        return sum(part.target_tokens for part in self.parts)
+
+    def _answer(self, n_best: int) -> dict[str, Any]:
+        return self._error() or {"parts": [part.record(n_best) for part in self.parts]}
 
 
 class Results(Iterator[Answer]):

@@ -13,8 +13,8 @@ import numpy as np
 
 from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.engine.engine import Engine
-from transferry.runtime.engine.result import RowResult
-from transferry.runtime.engine.tasks.task import Bounds, Task
+from transferry.runtime.engine.result import PartsResult, RowResult
+from transferry.runtime.engine.tasks.task import Bounds, Difference, Task
 from transferry.runtime.errors import ParityError
 from transferry.runtime.ort.open_model import open_model
 from transferry.runtime.ort.session import SessionOptions
@@ -85,12 +85,12 @@ class Canary:
         if row.error is not None and not row.source:
             self.identical += 1  # there was no text to answer
             return
-        (again,) = self.task.run(self.reference, iter([given]), number)
+        (again,) = self.task.answers(self.reference, iter([given]), number)
         difference, ties = "", 0
         if (row.error and row.error.kind) != (again.error and again.error.kind):
             difference = f"{row.error or 'an answer'}, but {again.error or 'an answer'}"
         elif row.error is None:
-            difference, ties = self.task.same_row(row, again, self.bounds, given, number)
+            difference, ties = self._difference(row, again, given, number)
         if difference:
             raise ParityError(
                 f"line {number + 1} is answered differently by the reference (CPU, no "
@@ -99,6 +99,17 @@ class Canary:
             )
         self.identical += 1
         self.ties += ties
+
+    def _difference(self, row: RowResult, again: RowResult, given: Any, number: int) -> Difference:
+        """Compares two answers, part by part."""
+        if not (isinstance(row, PartsResult) and isinstance(again, PartsResult)):
+            return self.task.same_row(row, again, self.bounds, given, number)
+        found = [
+            self.task.same_row(one, other, self.bounds, source, number)
+            for one, other, source in zip(row.parts, again.parts, given.inputs, strict=True)
+        ]
+        difference = next((each for each, _ in found if each), "")
+        return difference, max(ties for _, ties in found)
 
     def tally(self) -> dict[str, int]:
         """Returns the number of rows computed again, and how they compared."""

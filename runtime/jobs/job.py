@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict
@@ -24,6 +25,7 @@ from transferry.runtime.io.outputs import STANDARD_STREAM, require_own
 from transferry.runtime.io.whole import sha256
 from transferry.runtime.jobs.canary import Canary
 from transferry.runtime.jobs.formats.detection import named_format
+from transferry.runtime.jobs.formats.openai_batch import RepeatedIds
 from transferry.runtime.jobs.formats.readers import open_inputs, open_reader, read_rows
 from transferry.runtime.jobs.formats.remote_file import RemoteFile, Source
 from transferry.runtime.jobs.formats.rows import InputRow, RowReader, hash_rows
@@ -183,6 +185,7 @@ class Job:
         if options.canary is not None:
             self.canary = Canary(self.engine, fraction(options.canary)[1], self.task)
         self._counted: tuple[int, str] | None = None
+        self.repeated_ids = RepeatedIds()
 
     def _readers(self) -> tuple[RowReader, RowReader | None]:
         """Opens the input and the targets of its rows."""
@@ -228,8 +231,7 @@ class Job:
     @cached_property
     def fingerprint(self) -> dict[str, Any]:
         """Everything that may change a byte of the output, as JSON values."""
-        described = self.engine.describe()
-        options = self.options
+        described, options = self.engine.describe(), self.options
         values = {
             "job_format": JOB_FORMAT,
             **{name: described.get(name) for name in DECISIVE},
@@ -272,8 +274,7 @@ class Job:
 
     def count(self) -> int:
         """Returns the number of rows by reading them all, which stdin does not allow."""
-        first, last = self.row_range
-        rows, _ = self._whole()
+        (first, last), (rows, _) = self.row_range, self._whole()
         return min(rows, rows if last is None else last) - first
 
     def require_counted(self, rows: int) -> None:
@@ -308,13 +309,14 @@ class Job:
         summary = Summary()
         add = partial(self._add, summary)
         if self.output == STANDARD_STREAM:
-            first, summary.made = self.row_range[0], self._made()
+            first = self.row_range[0]
             with (
                 standard_output() as file,
                 self.counting(summary, add, watch) as count,
                 closing(self.results(self.rows(*self.row_range), first)) as results,
             ):
                 self.require_counted(self.write(results, file, first, count).rows)
+            summary.made = self._made()
             return summary
         with self._telling_saved(summary), self.runner.journal.locked(self.folder) as journal:
             if self.output.exists() and not self.options.force:
@@ -402,7 +404,8 @@ class Job:
 
     def rows(self, first: int = 0, last: int | None = None) -> Iterator[InputRow]:
         """Streams rows first to last - 1 of the input, with their targets if there are any."""
-        return read_rows(self.reader, self.target, first, last)
+        found = read_rows(self.reader, self.target, first, last)
+        return self.repeated_ids.watch(found) if self.layout.format == "openai" else found
 
     def require_unchanged(self, chunk: Chunk, rows: Iterable[InputRow]) -> None:
         """Raises InputError if the input rows of a finished chunk are not what they were."""
@@ -417,7 +420,7 @@ class Job:
     ) -> Generator[tuple[InputRow, RowResult], None, None]:
         """Yields each row with its result, in order; `first` is the number of the first row."""
         kept, read = tee(map(self.writer.admit, rows))
-        found = self.task.run(self.engine, map(self.task.given, read), first)
+        found = self.task.answers(self.engine, map(self.task.given, read), first)
         with closing(cast("Generator[RowResult, None, None]", found)):
             yield from zip(kept, found, strict=True)
 
@@ -432,12 +435,12 @@ class Job:
         chunk, digest = Chunk(first=first), hashlib.sha256()
         looks_special = self.engine.bundle.tokenizer.looks_special
 
-        def records() -> Iterator[dict[str, Any]]:
+        def records() -> Iterator[Mapping[str, Any]]:
             before = time.monotonic()
             for row, result in results:
                 if self.canary is not None:
                     self.canary.check(row.number, result, self.task.given(row))
-                yield {"id": row.id, **row.fields, **result.record(self.task.n_best)}
+                yield self.writer.record(row, result, self.task.n_best)
                 row.update(digest)
                 now = time.monotonic()
                 looks = any(looks_special(text) for text in result.texts)
@@ -459,6 +462,8 @@ class Job:
     ) -> None:
         """Writes the summary and the settings beside the output."""
         sources = hash_of_hashes(chunk.source_sha256 for chunk in journal.chunks)
+        if self.layout.format == "openai" and not self.runner.in_order:
+            deque(self.rows(*self.row_range), 0)  # other processes have read them
         summary.made = self._made() | {"source_sha256": sources, "sha256": output_sha256}
         texts = {SUMMARY: f"{json.dumps(summary.to_dict(), indent=1)}\n"}
         if settings is not None:
@@ -469,8 +474,8 @@ class Job:
 
     def _made(self) -> dict[str, Any]:
         tally = self.canary.tally() if self.canary is not None else {}
-        described = self.engine.describe()
-        return {"fingerprint": self.fingerprint, **described, **tally, **self.runner.about}
+        made = {"fingerprint": self.fingerprint, **self.engine.describe(), **tally}
+        return {**made, **self.repeated_ids.tally(), **self.runner.about}
 
     def _finished(self) -> Summary:
         """Returns the summary of the existing output, which this very job must have written."""

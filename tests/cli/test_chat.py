@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,31 +10,16 @@ import pytest
 
 from tests.commands import call, done
 from transferry.runtime.engine.engine import Engine
-from transferry.runtime.tokenizer.byte_pair import load_tokenizer
-from transferry.runtime.tokenizer.chat import ChatTemplate
 
 pytest.importorskip("jinja2", reason="an extra, which is not installed")
 
-SOURCE = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}A:"
 USER = {"role": "user", "content": "the cat"}
 LENGTH = ("--max-length", "6")
 
 
 @pytest.fixture(scope="module")
-def bundle(writer_bundle_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bundle with a chat template, as export writes one."""
-    folder = tmp_path_factory.mktemp("chat") / "bundle"
-    shutil.copytree(writer_bundle_folder, folder)
-    tokenizer = load_tokenizer(folder)
-    tokenizer.chat = ChatTemplate(SOURCE, {"eos_token": "<e>"}, {"<e>": tokenizer.special.eos_id})
-    tokenizer.save(folder)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    for name in ("tokenizer.json", "chat_template.jinja"):
-        content = (folder / name).read_bytes()
-        record = {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content)}
-        manifest["files"][name] = record
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    return folder
+def bundle(chat_bundle_folder: Path) -> Path:
+    return chat_bundle_folder
 
 
 def jsonl(path: Path, *rows: Any) -> Path:

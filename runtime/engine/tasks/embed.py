@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from transferry.runtime.bundle.head import HeadSettings
 from transferry.runtime.engine.preprocess import EncodedRow, LongRows, WorkItem, checked_texts
+from transferry.runtime.engine.prompts import Asked, Encodable, Parts, Prompt, encode_prompt
 from transferry.runtime.engine.result import NOT_FINITE, Results, RowError, RowResult
 from transferry.runtime.engine.tasks.heads import EncoderCall, default_long_rows
 from transferry.runtime.engine.tasks.task import (
@@ -85,6 +86,19 @@ class Embed(Task):
     def fits(cls, bundle: Bundle) -> bool:
         return is_encoder(bundle)
 
+    def given(self, row: Any) -> Any:
+        request = row.request
+        if request is None or not isinstance(row.text, str):
+            return row.text
+        if request.dimensions > self.width:
+            message = f"dimensions = {request.dimensions} is more than the model's {self.width}"
+            return RowError("settings", message)
+        inputs: list[Encodable] = list(request.inputs)
+        if request.kind:
+            inputs = [Prompt(each, request.kind) for each in request.inputs]
+        asked = tuple(Asked(each, dimensions=request.dimensions) for each in inputs)
+        return asked[0] if len(asked) == 1 else Parts(asked)
+
     def same(self, row: Any, again: Any, bounds: Bounds) -> Difference:
         largest = abs(again.vector).max(initial=0.0)
         error = float(abs(row.vector - again.vector).max(initial=0.0) / (largest or 1.0))
@@ -95,7 +109,7 @@ class Embed(Task):
 
 def embed(
     engine: OpenBundle,
-    texts: Iterable[str | RowError],
+    texts: Iterable[str | RowError | Asked],
     *,
     pooling: Pooling | None = None,
     normalise: bool = False,
@@ -106,7 +120,8 @@ def embed(
 
     Args:
         engine: Engine of an encoder-only bundle.
-        texts: Any number of texts; an error becomes the result of its row.
+        texts: Any number of texts; an error becomes the result of its row. `Asked` has dimensions
+            of its own, or token ids as a `Prompt`, which get no text and no tokens before.
         pooling: "mean" over all tokens, special tokens included, or the "first" token. Default:
             what the bundle's head does, else "mean".
         normalise: Divide each vector by its Euclidean norm.
@@ -121,7 +136,7 @@ def embed(
     """
     encoders = engine.encoders
     call = _Call(engine, pooling, normalise, prompt, long_rows)
-    return engine.map(checked_texts(texts), call.prepare, call.compute, encoders)
+    return engine.map(checked_texts(texts, Asked), call.prepare, call.compute, encoders)
 
 
 def embedding_width(engine: OpenBundle, pooling: Pooling | None) -> int:
@@ -131,6 +146,13 @@ def embedding_width(engine: OpenBundle, pooling: Pooling | None) -> int:
         whole, head = int(graph.tensor("head").shape[-1]), engine.bundle.manifest.head
         return min(whole, (head.width if head is not None else 0) or whole)
     return int(engine.bundle.manifest.model["d_model"])
+
+
+@dataclass(frozen=True)
+class _EmbeddedRow(EncodedRow):
+    """A text as token ids, with the length of its vector; 0 is the whole vector."""
+
+    dimensions: int = 0
 
 
 class _Call(EncoderCall):
@@ -145,27 +167,39 @@ class _Call(EncoderCall):
         import numpy as np
 
         super().__init__(engine, "embed", long_rows)
+        self.tokenizer = engine.bundle.tokenizer
         self.output = "head" if pooling is None and engine.bundle.embeds else "hidden"
         self.pooling, self.normalise = pooling or "mean", normalise
         head = engine.bundle.manifest.head or HeadSettings("embed")
         self.prompt = head.prompt(prompt)
         self.no_vector = np.full(embedding_width(engine, pooling), np.nan, np.float32)
 
-    def prepare(self, texts: list[str | RowError]) -> list[WorkItem[EncodedRow] | EmbeddingResult]:
+    def prepare(
+        self, texts: list[str | RowError | Asked]
+    ) -> list[WorkItem[_EmbeddedRow] | EmbeddingResult]:
+        asked = [text if isinstance(text, Asked) else Asked(text) for text in texts]
         prompted = [
-            self.prompt + text if isinstance(text, str) and text.strip() else text for text in texts
+            self.prompt + text if isinstance(text, str) and text.strip() else text
+            for text in (each.source for each in asked)
         ]
-        rows = zip(texts, self.preprocessor.encode(prompted, self.long_rows), strict=True)
-        return [
-            WorkItem(replace(row, text=text if isinstance(text, str) else ""), len(row.ids))
-            if row.error is None
-            else EmbeddingResult(
-                row.text and str(text), row.tokens, self.no_vector, error=row.error
-            )
-            for text, row in rows
+        plain = [text for text in prompted if not isinstance(text, Prompt)]
+        rows = iter(self.preprocessor.encode(plain, self.long_rows))
+        around = self.tokenizer, self.preprocessor.positions, self.long_rows, 0
+        encoded = [
+            encode_prompt(text, *around) if isinstance(text, Prompt) else next(rows)
+            for text in prompted
         ]
+        return list(map(self._item, asked, encoded))
 
-    def result(self, row: EncodedRow, found: Scores) -> EmbeddingResult:
+    def _item(self, asked: Asked, row: EncodedRow) -> WorkItem[_EmbeddedRow] | EmbeddingResult:
+        source = asked.source
+        text = source if isinstance(source, str) else row.text
+        if row.error is not None:
+            return EmbeddingResult(row.text and text, row.tokens, self.no_vector, error=row.error)
+        named = {**vars(row), "text": text}
+        return WorkItem(_EmbeddedRow(**named, dimensions=asked.dimensions), len(row.ids))
+
+    def result(self, row: _EmbeddedRow, found: Scores) -> EmbeddingResult:
         import numpy as np
 
         if self.output == "head":
@@ -173,6 +207,7 @@ class _Call(EncoderCall):
         elif self.pooling == "first":
             found = found[:1]
         vector = found[: len(row.ids), : len(self.no_vector)].mean(axis=0, dtype=np.float64)
+        vector = vector[: row.dimensions or None]
         if self.normalise:
             vector /= max(float(np.linalg.norm(vector)), np.finfo(np.float64).tiny)
         error = None if np.isfinite(vector).all() else NOT_FINITE

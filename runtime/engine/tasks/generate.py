@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import starmap
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from transferry.runtime.decoding.generation_options import GenerationOptions, check_generation
 from transferry.runtime.decoding.hypothesis import Hypothesis
+from transferry.runtime.engine.own_options import OwnOptions
 from transferry.runtime.engine.pieces import PIECE, Whole, cut_lines, in_lines, joined
 from transferry.runtime.engine.preprocess import (
     EncodedRow,
@@ -21,7 +22,14 @@ from transferry.runtime.engine.preprocess import (
     check_long_rows,
     in_languages,
 )
-from transferry.runtime.engine.prompts import Asked, Encodable, Prompt, Source, checked_prompts
+from transferry.runtime.engine.prompts import (
+    Asked,
+    Encodable,
+    Parts,
+    Prompt,
+    Source,
+    checked_prompts,
+)
 from transferry.runtime.engine.result import NOT_FINITE, Results, RowError, RowResult
 from transferry.runtime.engine.tasks.languages import LanguageOptions
 from transferry.runtime.engine.tasks.task import (
@@ -150,10 +158,7 @@ class Generate(Task):
         super().__init__(engine, options, layout)
         tokenizer = engine.bundle.tokenizer
         options.require(tokenizer)
-        chosen = {**layout.generation, **options.generation}
-        if "max_length" in layout.generation and "max_length" not in options.generation:
-            # A limit for the answer, which may be generous.
-            chosen["max_length"] = min(chosen["max_length"], engine.max_positions)
+        chosen = dict(options.generation)
         if options.suppress:
             chosen["suppress"] = tuple(map(token_or_text, options.suppress))
         prefix = tuple(tokenizer.encode_target(options.prefix))
@@ -162,6 +167,7 @@ class Generate(Task):
         if options.prompt_kind in ("turn", "messages") or layout.has_chat:
             tokenizer.require_chat()
         self.chosen, self.settings = options, asdict(self.generation) | self.settings
+        self._own = OwnOptions(engine, self.generation, options.generation)
 
     @classmethod
     def fits(cls, bundle: Bundle) -> bool:
@@ -204,7 +210,19 @@ class Generate(Task):
         return found
 
     def given(self, row: Any) -> Any:
-        kind = row.kind or self.chosen.prompt_kind
+        request = row.request
+        if request is None or not isinstance(row.text, str):
+            return self._source(row, self.chosen.prompt_kind)
+        options = self._own(request.settings)
+        if isinstance(options, RowError):
+            return options
+        kind = request.kind or self.chosen.prompt_kind
+        sources = [self._source(replace(row, text=each), kind) for each in request.inputs]
+        # Samples of the inputs of a row differ.
+        asked = [Asked(each, options, row.number + i * PIECE) for i, each in enumerate(sources)]
+        return asked[0] if len(asked) == 1 else Parts(tuple(asked))
+
+    def _source(self, row: Any, kind: Literal["turn", "messages", "ids"] | None) -> Any:
         if kind is None or not isinstance(row.text, str):
             return self.chosen.text_of(row)
         return Prompt(row.text, kind, self.chosen.system)
@@ -213,6 +231,8 @@ class Generate(Task):
         """Compares tokens and scores; other tokens may be a near tie."""
         options = self.generation
         assert options is not None
+        if isinstance(asked := given, Asked):
+            options, given, number = asked.options or options, asked.source, asked.row_id
         if [one.tokens for one in row.hypotheses] == [one.tokens for one in again.hypotheses]:
             for one, other in zip(row.hypotheses, again.hypotheses, strict=True):
                 length = len(one.tokens) + 1
@@ -225,11 +245,11 @@ class Generate(Task):
         if served.splits_lines(options) and isinstance(given, str | InLanguages):
             lines, around = cut_lines(row.source)
             if any(around):
-                return self._same_pieces(lines, bounds, given, number)
+                return self._same_pieces(lines, bounds, asked, number)
         long_rows: LongRows = "truncate" if row.truncated else "error"
         (encoded,) = served.encode([given], options, long_rows)
         if encoded.error is not None:
-            return self._same_pieces(served.preprocessor.pieces(row.source), bounds, given, number)
+            return self._same_pieces(served.preprocessor.pieces(row.source), bounds, asked, number)
         from transferry.runtime.proof.divergence import Explainer
 
         settings, special = served.settings_of(encoded, options)
@@ -253,7 +273,12 @@ class Generate(Task):
         tied = 0
         for place, text in enumerate(pieces):
             first = number + place * PIECE
-            piece = replace(given, text=text) if isinstance(given, InLanguages) else text
+            piece: Any = text
+            source = given.source if isinstance(given, Asked) else given
+            if isinstance(source, InLanguages):
+                piece = replace(source, text=text)
+            if isinstance(given, Asked):
+                piece = replace(given, source=piece, row_id=first)
             (one,), (again,) = (
                 self.run(engine, iter([piece]), first)
                 for engine in (bounds.served, bounds.reference)
@@ -317,19 +342,11 @@ def generate(
     prompts = in_languages(checked_prompts(texts), *languages)
     check_value("first_row", first_row, Whole64)
     engine.require_covered(options)
-    _require_positions(options, engine.max_positions)
+    engine.require_positions(options)
     conflict = "" if engine.decoder.has_encoder else "a decoder-only bundle"
     check_long_rows(long_rows, f"n_best={options.n_best}" if options.n_best > 1 else conflict)
     task = _Generate(engine, options, long_rows)
     return Results(task.answers(starmap(task.asked, enumerate(prompts, first_row))))
-
-
-def _require_positions(options: GenerationOptions, positions: int) -> None:
-    if options.max_length > positions:
-        raise UsageError(
-            *(Option("max_length"), f" is {options.max_length}, but the model has {positions} "),
-            *("positions; lower ", Option("max_length")),
-        )
 
 
 class _Generate:
@@ -347,7 +364,7 @@ class _Generate:
         """Returns an input with its options and row id."""
         if not isinstance(text, Asked):
             return Asked(text, self.options, number)
-        _require_positions(text.options or self.options, self.engine.max_positions)
+        self.engine.require_positions(text.options or self.options)
         return replace(text, options=text.options or self.options)
 
     def key(self, given: Asked) -> tuple[Any, ...] | None:
@@ -437,7 +454,7 @@ class _Generate:
     def work(
         self, decoder: ServedDecoder, take: Take[EncodedRow], slots: int
     ) -> Iterator[tuple[WorkItem[EncodedRow], GenerationResult]]:
-        from transferry.runtime.decoding.search import search_stream
+        from transferry.runtime.decoding.search import one_batch, search_stream
         from transferry.runtime.decoding.shared_prompts import copied_tokens
 
         tokenizer = self.engine.bundle.tokenizer
@@ -450,7 +467,7 @@ class _Generate:
             limits = (item.row.options.max_length for item in items if item.row.options)
             stream = search_stream(
                 decoder,
-                _once(batch),
+                one_batch(batch),
                 replace(items[0].group, max_length=max(limits)),
                 tokenizer.special,
                 slots=len(batch),
@@ -474,9 +491,3 @@ class _Generate:
         return GenerationResult(
             row.text, len(row.ids), hypotheses, error=error, truncated=row.truncated
         )
-
-
-def _once(batch: list[Request[Any]]) -> Callable[[int], list[Request[Any]]]:
-    """Returns a request source of one batch."""
-    batches = iter([batch])
-    return lambda most: next(batches, [])

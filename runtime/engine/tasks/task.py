@@ -6,12 +6,17 @@ they import numpy and the models inside functions.
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
+from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from transferry.runtime.engine.preprocess import LongRows
+from transferry.runtime.engine.prompts import Parts
+from transferry.runtime.engine.result import PartsResult
 
 if TYPE_CHECKING:
     from transferry.runtime.bundle.bundle import Bundle
@@ -50,7 +55,6 @@ class Layout:
         has_id: Whether rows have an id of their own.
         types: Arrow types of `columns` and `id` by name, for Parquet; else None.
         column: Field that holds the text.
-        generation: Fields of GenerationOptions that the input sets.
         has_chat: Whether the rows are known to be chats.
         task: The task that the input sets.
     """
@@ -61,7 +65,6 @@ class Layout:
     has_id: bool
     types: Any = None
     column: str = ""
-    generation: Mapping[str, Any] = field(default_factory=dict)
     has_chat: bool = False
     task: str | None = None
 
@@ -172,6 +175,21 @@ class Task(ABC):
         method = getattr(engine, self.name.replace("-", "_"))
         found: Iterator[Any] = method(rows, long_rows=self.long_rows, **self.arguments)
         return found
+
+    def answers(self, engine: Any, rows: Iterator[Any], first: int) -> Iterator[Any]:
+        """Yields the result of each row as `run` does; the rows may be `Parts`."""
+        counts: deque[int] = deque()  # of the inputs of each row; 0 where it is no Parts
+
+        def inputs() -> Iterator[Any]:
+            for row in rows:
+                several = row.inputs if isinstance(row, Parts) else ()
+                counts.append(len(several))
+                yield from several or (row,)
+
+        with contextlib.closing(self.run(engine, inputs(), first)) as found:  # type: ignore[type-var]
+            for one in found:
+                count = counts.popleft()
+                yield PartsResult.of([one, *islice(found, count - 1)]) if count else one
 
     def same(self, row: Any, again: Any, bounds: Bounds) -> Difference:
         """Compares results of the job and of the reference; both are answers."""

@@ -7,12 +7,12 @@ https://platform.openai.com/docs/api-reference/batch: a line of the input is
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+import base64
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from transferry.runtime.engine.result import RowError
+from transferry.runtime.engine.result import PartsResult, RowError, RowResult
 from transferry.runtime.errors import UsageError
 from transferry.runtime.jobs.formats.cells import json_value, to_json
 from transferry.runtime.settings import shown
@@ -24,7 +24,7 @@ INPUTS: dict[Endpoint, tuple[str, str]] = {
     "completions": ("prompt", "generate"),
     "embeddings": ("input", "embed"),
 }
-# Fields of GenerationOptions by their names here; the last ones are vLLM's own.
+# Fields of GenerationOptions by their names here, later ones first; the last ones are vLLM's own.
 SETTINGS: dict[str, tuple[str, type | tuple[type, ...]]] = {
     "max_tokens": ("max_length", int),
     "max_completion_tokens": ("max_length", int),
@@ -35,15 +35,56 @@ SETTINGS: dict[str, tuple[str, type | tuple[type, ...]]] = {
     "stop": ("stop", (str, list)),
     "top_k": ("top_k", int),
     "min_p": ("min_p", (int, float)),
+    "min_tokens": ("min_length", int),
     "repetition_penalty": ("repetition_penalty", (int, float)),
 }
-OF_SAMPLING = ("temperature", "top_p", "top_k", "min_p")
-# Keys of a body that change no answer here. Others are refused unless they are off.
-WITHOUT_EFFECT = (
-    *("model", "user", "metadata", "store", "service_tier", "safety_identifier"),
-    *("encoding_format", "prompt_cache_key"),
+# Fields that ask for sampling, with the values that do not.
+OF_SAMPLING = {"temperature": None, "top_p": 1, "top_k": 0, "min_p": 0}
+# Keys that change no answer here.
+WITHOUT_EFFECT = frozenset(
+    (
+        # Names that a user gives, and affairs of a service
+        *("model", "user", "metadata", "store", "service_tier", "safety_identifier", "priority"),
+        *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "cache_salt"),
+        *("request_id", "session_id"),
+        # Parts of others, which are refused: streams, tools, truncation, rendering
+        *("stream_options", "stream_interval", "parallel_tool_calls", "truncation_side"),
+        *("include_reasoning", "return_mm_kwargs", "return_token_offsets"),
+        "routed_experts_prompt_start",
+    )
 )
-OFF: tuple[Any, ...] = (None, False, 0, 0.0, [], {}, "none", "auto")
+# Other keys with the values that ask for nothing; null always does.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "top_logprobs"), (0,)),
+    **dict.fromkeys(("logprobs", "echo", "stream", "use_beam_search", "ignore_eos"), (False,)),
+    **dict.fromkeys(("include_stop_str_in_output", "continue_final_message"), (False,)),
+    **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids", "watermarking"), (False,)),
+    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), (True,)),
+    **dict.fromkeys(("tools", "functions", "stop_token_ids", "bad_words", "documents"), ([],)),
+    **dict.fromkeys(("logit_bias", "chat_template_kwargs", "vllm_xargs"), ({},)),
+    **dict.fromkeys(("media_io_kwargs", "mm_processor_kwargs"), ({},)),
+    **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
+    **dict.fromkeys(("audio", "prediction", "moderation", "web_search_options"), ()),
+    **dict.fromkeys(("structured_outputs", "truncate_prompt_tokens", "chat_template"), ()),
+    **dict.fromkeys(("prompt_logprobs", "logprob_token_ids", "allowed_token_ids"), ()),
+    **dict.fromkeys(("kv_transfer_params", "ec_transfer_params", "repetition_detection"), ()),
+    **dict.fromkeys(("reasoning_effort", "prompt_embeds", "normalize", "use_activation"), ()),
+    "thinking_token_budget": (-1,),
+    "best_of": (1,),
+    "length_penalty": (1,),
+    "suffix": ("",),
+    "modalities": (["text"],),
+    "verbosity": ("medium",),
+    "response_format": ({"type": "text"},),
+    "add_generation_prompt": (True,),
+    "embed_dtype": ("float32",),
+    "endianness": ("native", "little"),
+}
+# Whether a prompt has the tokenizer's special tokens around it; a chat's are the template's.
+SPECIAL_TOKENS = {"chat/completions": False, "completions": True, "embeddings": True}
+
+# Ids that are remembered, some 40 MB.
+MOST_IDS = 1 << 19
 
 
 @dataclass(frozen=True)
@@ -54,26 +95,66 @@ class Request:
         custom_id: The user's name for it.
         endpoint: Kind of the request.
         model: The user's name for the model, repeated in the response.
-        text: The prompt; messages or token ids as JSON.
-        kind: Type of a text that is JSON.
+        inputs: The prompts, at least one; messages or token ids as JSON.
+        kind: Type of inputs that are JSON.
         settings: Fields of GenerationOptions.
+        dimensions: Length of vectors; 0 is the model's.
+        packed: Whether vectors are base64 of little-endian float32.
+        error: Why it has no answer; None if it can have one.
     """
 
     custom_id: str
     endpoint: Endpoint
     model: str
-    text: str
-    kind: Literal["messages", "ids"] | None
+    inputs: tuple[str, ...] = ()
+    kind: Literal["messages", "ids"] | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
+    dimensions: int = 0
+    packed: bool = False
+    error: RowError | None = None
 
     @property
     def task(self) -> str:
         """The task that answers it."""
         return INPUTS[self.endpoint][1]
 
+    @property
+    def text(self) -> str | RowError:
+        """Its input as one text: several as JSON."""
+        return self.error or (self.inputs[0] if len(self.inputs) == 1 else to_json(self.inputs))
+
+
+class RepeatedIds:
+    """Counts the rows whose id an earlier row has.
+
+    Attributes:
+        count: Number of these rows.
+        first: The first id that comes again.
+    """
+
+    def __init__(self) -> None:
+        self.count, self.first = 0, ""
+
+    def watch(self, rows: Iterable[Any]) -> Iterator[Any]:
+        """Passes rows on, and counts from 0."""
+        self.count, self.first = 0, ""
+        seen: set[int] = set()  # hashes, which take less memory than ids
+        for row in rows:
+            key = hash(row.id)
+            if key in seen:
+                self.count += 1
+                self.first = self.first or str(row.id)
+            elif len(seen) < MOST_IDS:
+                seen.add(key)
+            yield row
+
+    def tally(self) -> dict[str, Any]:
+        """Returns the counts for a summary."""
+        return {"repeated_ids": self.count, "first_repeated_id": self.first} if self.count else {}
+
 
 def parse_request(line: Mapping[str, Any]) -> Request | RowError:
-    """Returns the request of a line, or its error."""
+    """Returns the request of a line, or the error of a line that holds no request."""
     custom_id, url, body = (line.get(name) for name in ("custom_id", "url", "body"))
     if not isinstance(custom_id, str):
         return RowError("malformed", f"expected custom_id, a text, found {shown(custom_id)}")
@@ -83,24 +164,39 @@ def parse_request(line: Mapping[str, Any]) -> Request | RowError:
         return RowError("malformed", f"expected url to be one of {known}, found {shown(url)}")
     if not isinstance(body, dict):
         return RowError("malformed", f"expected body, an object, found {shown(body)}")
+    named = custom_id, endpoint, str(body.get("model", ""))
     key, _ = INPUTS[endpoint]
     try:
-        text, kind = _input(key, body.get(key))
-        settings = _settings({name: value for name, value in body.items() if name != key})
+        inputs, kind = _inputs(key, body.get(key))
+        asked = {name: body[name] for name in body if name != key and body[name] is not None}
+        given = _embedding(asked) if endpoint == "embeddings" else {"settings": _settings(asked)}
+        _require_neutral(asked, endpoint)
     except UsageError as error:
-        return RowError("malformed", str(error))
-    return Request(custom_id, endpoint, str(body.get("model", "")), text, kind, settings)
+        return Request(*named, error=RowError("malformed", str(error)))
+    return Request(*named, inputs, kind, **given)
 
 
-def _input(key: str, value: Any) -> tuple[str, Literal["messages", "ids"] | None]:
-    if key == "messages" and isinstance(value, list):
-        return to_json([_message(message) for message in value]), "messages"
-    if key != "messages" and isinstance(value, str):
-        return value, None
-    if key == "prompt" and isinstance(value, list) and {type(each) for each in value} == {int}:
-        return json.dumps(value), "ids"
-    expected = "a list of messages" if key == "messages" else "one text"
-    raise UsageError(f"expected {key} to be {expected}, found {shown(value)}")
+def _inputs(key: str, value: Any) -> tuple[tuple[str, ...], Literal["messages", "ids"] | None]:
+    """Returns the inputs of a body as texts, and their type if they are JSON."""
+    if key == "messages":
+        if not isinstance(value, list):
+            raise UsageError(f"expected messages to be a list of messages, found {shown(value)}")
+        return (to_json([_message(message) for message in value]),), "messages"
+    if isinstance(value, str):
+        return (value,), None
+    items = value if isinstance(value, list) else []
+    if items and all(isinstance(item, str) for item in items):
+        return tuple(items), None
+    lists = [items] if items and not isinstance(items[0], list) else items
+    if lists and all(_is_ids(item) for item in lists):
+        return tuple(map(to_json, lists)), "ids"
+    raise UsageError(
+        f"expected {key} to be a text, token ids, or a list of these, found {shown(value)}"
+    )
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(each) is int for each in value)
 
 
 def _message(message: Any) -> Any:
@@ -115,89 +211,133 @@ def _message(message: Any) -> Any:
     return {**message, "content": "".join(texts)}
 
 
-def _settings(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings of a body as fields of GenerationOptions.
+def _settings(body: dict[str, Any]) -> dict[str, Any]:
+    """Takes the settings of a body; returns them as fields of GenerationOptions.
 
     Raises:
-        UsageError: One is unknown, or has another type.
+        UsageError: One has another type.
     """
     settings: dict[str, Any] = {}
-    for name, value in body.items():
-        if name in WITHOUT_EFFECT or value is None:
+    for name, (renamed, kind) in SETTINGS.items():
+        if name not in body:
             continue
-        if name not in SETTINGS:
-            if value in OFF:
-                continue
-            raise UsageError(f"{name} = {shown(value)} has no counterpart here; leave it out")
-        renamed, kind = SETTINGS[name]
-        if not isinstance(value, kind) or isinstance(value, bool):
+        value = body.pop(name)
+        texts = not isinstance(value, list) or all(isinstance(each, str) for each in value)
+        if not isinstance(value, kind) or isinstance(value, bool) or not texts:
             raise UsageError(f"{name} cannot be {shown(value)}")
-        if name == "stop":
-            settings[renamed] = (value,) if isinstance(value, str) else tuple(body[name])
-        else:
-            settings[renamed] = value
-    if settings.get("top_k", 1) < 1:  # vLLM's way to say all
-        del settings["top_k"]
+        settings[renamed] = value
+    if "stop" in settings:
+        stop = settings.pop("stop")
+        if stops := tuple(dict.fromkeys([stop] if isinstance(stop, str) else stop)):
+            settings["stop"] = stops
+    if "seed" in settings:
+        settings["seed"] %= 2**64
+    if settings.get("top_k", 0) < 0:  # vLLM's way to say all
+        settings["top_k"] = 0
+    if _is(body.get("best_of"), settings.get("n_best", 1)):
+        del body["best_of"]
     if settings.get("temperature") == 0:
         settings = {name: value for name, value in settings.items() if name not in OF_SAMPLING}
         settings["sample"] = False
-    elif any(name in settings for name in OF_SAMPLING):
+    elif any(settings.get(name, off) != off for name, off in OF_SAMPLING.items()):
         settings["sample"] = True
     return settings
 
 
-def response_line(record: Mapping[str, Any]) -> str:
-    """Returns the line of the output for the record of a row.
+def _embedding(body: dict[str, Any]) -> dict[str, Any]:
+    """Takes the settings of vectors of a body; returns them as fields of Request."""
+    form, dimensions = body.pop("encoding_format", "float"), body.pop("dimensions", None)
+    if form not in ("float", "base64"):
+        raise UsageError(f"expected encoding_format to be float or base64, found {shown(form)}")
+    if dimensions is not None and (type(dimensions) is not int or dimensions < 1):
+        raise UsageError(f"expected dimensions to be at least 1, found {shown(dimensions)}")
+    return {"packed": form == "base64", "dimensions": dimensions or 0}
 
-    Nothing in it depends on the time, so that the same batch gives the same bytes.
+
+def _require_neutral(body: Mapping[str, Any], endpoint: Endpoint) -> None:
+    """Raises UsageError for a key that asks for something that there is not."""
+    special = SPECIAL_TOKENS[endpoint]
+    for name, value in body.items():
+        neutral = NEUTRAL.get(name, ())
+        if name == "add_special_tokens":
+            neutral = (special,)
+        if name not in WITHOUT_EFFECT and not any(_is(value, each) for each in neutral):
+            raise UsageError(f"{name} = {shown(value)} has no counterpart here; leave it out")
+
+
+def _is(value: Any, other: Any) -> bool:
+    """Whether two values of JSON are the same: 1 is 1.0, and not true."""
+    return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
+
+
+def response_line(record: Mapping[str, Any]) -> str:
+    """Returns the line of the output for a row.
+
+    A line that is no request gets an `error`, every request a `response`, perhaps of an error.
+    Nothing depends on the time, so that the same batch gives the same bytes.
+
+    Args:
+        record: `number` and `id` of the row, its `request` or None, and the `result`.
     """
-    number, custom_id = record["number"], record["id"]
-    error = record.get("error")
-    if error is not None:
-        status, body = (
-            400,
-            {
-                "error": {
-                    "message": error["message"],
-                    "type": "invalid_request_error",
-                    "code": error["kind"],
-                }
-            },
-        )
+    number, request, result = record["number"], record["request"], record["result"]
+    line: dict[str, Any] = {"id": f"batch_req_{number}"}
+    line["custom_id"] = record["id"] if isinstance(record["id"], str) else None
+    line |= {"response": None, "error": None}
+    error = result.error
+    if request is None:
+        assert error is not None
+        line["error"] = {"code": error.kind, "message": error.message}
+        return to_json(line) + "\n"
+    status, body = 200, {}
+    if error is None:
+        body = _body(request, number, result)
     else:
-        status, body = 200, _body(record)
-    response = {"status_code": status, "request_id": f"request-{number}", "body": body}
-    line = {
-        "id": f"batch_req_{number}",
-        "custom_id": custom_id,
-        "response": response,
-        "error": body["error"] if error is not None else None,
-    }
+        ours = error.kind == "not-finite"
+        status, type = (500, "server_error") if ours else (400, "invalid_request_error")
+        told = {"message": error.message, "type": type, "param": None, "code": error.kind}
+        body["error"] = told
+    line["response"] = {"status_code": status, "request_id": f"request-{number}", "body": body}
     return to_json(line) + "\n"
 
 
-def _body(record: Mapping[str, Any]) -> dict[str, Any]:
-    number, endpoint, model = record["number"], record["endpoint"], record["model"]
-    if endpoint == "embeddings":
-        data = [{"object": "embedding", "index": 0, "embedding": json_value(record["vector"])}]
-        return {"object": "list", "data": data, "model": model}
-    chat = endpoint == "chat/completions"
-    choices = []
-    for index, found in enumerate(record.get("n_best") or [record]):
-        text = found["text"]
-        answer = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
-        reason = "length" if found["finish_reason"] == "length" else "stop"
-        choices.append({"index": index, **answer, "logprobs": None, "finish_reason": reason})
-    read, written = record["source_tokens"], record["target_tokens"]
+def _body(request: Request, number: int, result: RowResult) -> dict[str, Any]:
+    parts: Any = result.parts if isinstance(result, PartsResult) else (result,)
+    read = result.source_tokens
+    if request.endpoint == "embeddings":
+        data = [
+            {"object": "embedding", "index": index, "embedding": _vector(part.vector, request)}
+            for index, part in enumerate(parts)
+        ]
+        usage = {"prompt_tokens": read, "total_tokens": read}
+        return {"object": "list", "data": data, "model": request.model, "usage": usage}
+    chat = request.endpoint == "chat/completions"
+    written = sum(len(one.tokens) for part in parts for one in part.hypotheses)
     return {
         "id": f"{'chatcmpl' if chat else 'cmpl'}-{number}",
         "object": "chat.completion" if chat else "text_completion",
         "created": 0,
-        "model": model,
-        "choices": choices,
+        "model": request.model,
+        "choices": list(_choices(parts, chat=chat)),
         "usage": {
             "prompt_tokens": read,
             "completion_tokens": written,
             "total_tokens": read + written,
         },
     }
+
+
+def _choices(parts: Iterable[Any], *, chat: bool) -> Iterator[dict[str, Any]]:
+    """Yields all answers to the first prompt, then those to the next."""
+    found = (one for part in parts for one in part.hypotheses)
+    for index, one in enumerate(found):
+        answer: dict[str, Any] = {"text": one.text}
+        if chat:
+            answer = {"message": {"role": "assistant", "content": one.text, "refusal": None}}
+        reason = "length" if one.finish_reason == "length" else "stop"
+        yield {"index": index, **answer, "logprobs": None, "finish_reason": reason}
+
+
+def _vector(vector: Any, request: Request) -> Any:
+    if request.packed:
+        return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+    return json_value(vector)

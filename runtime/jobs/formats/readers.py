@@ -22,7 +22,7 @@ from transferry.runtime.io.lines import (
     encoding_of_lines,
     read_raw_lines,
 )
-from transferry.runtime.jobs.formats.cells import decoded, has_nul
+from transferry.runtime.jobs.formats.cells import as_text, decoded, has_nul
 from transferry.runtime.jobs.formats.columnar import ArrowReader, ParquetReader
 from transferry.runtime.jobs.formats.detection import (
     Dialect,
@@ -340,14 +340,15 @@ class _JsonlReader(_LineReader):
 
 
 class _RequestReader(_JsonlReader):
-    """Lines of the OpenAI Batch API, all with the settings of the first."""
+    """Lines of the OpenAI Batch API, all for the task of the first."""
 
     _first: Request | None = None
 
     def _header(self, lines: Iterator[_Line]) -> tuple[list[str], Iterator[_Line]]:
         first, kept = tee(islice(lines, _FIRST_ROWS))
         requests = (self._request(self._fields(line)) for line in first)
-        self._first = next((each for each in requests if isinstance(each, Request)), None)
+        usable = (each for each in requests if isinstance(each, Request) and each.error is None)
+        self._first = next(usable, None)
         return ["request"], chain(kept, lines)
 
     def _layout(self, format: InputFormat, column: str | None) -> Layout:
@@ -357,26 +358,23 @@ class _RequestReader(_JsonlReader):
         if (first := self._first) is None:
             return Layout(path, format, (), has_id=True)
         chat = first.kind == "messages"
-        return Layout(path, format, (), True, None, "", first.settings, chat, first.task)
+        return Layout(path, format, (), True, has_chat=chat, task=first.task)
 
     def _request(self, fields: Fields | RowError) -> Request | RowError:
         return fields if isinstance(fields, RowError) else parse_request(fields)
 
     def _row(self, number: int, fields: Fields | RowError, raw: bytes) -> InputRow:
         number += self.offset
-        id = number if isinstance(fields, RowError) else str(fields.get("custom_id", number))
+        named = None if isinstance(fields, RowError) else fields.get("custom_id")
+        id = number if named is None else as_text(named)
         request = self._request(fields)
         if isinstance(request, RowError):
-            return InputRow(number, id, request, {"number": number}, raw)
-        repeated = {"number": number, "endpoint": request.endpoint, "model": request.model}
-        text: str | RowError = request.text
-        if (request.settings, request.task) != (self.layout.generation, self.layout.task):
-            text = RowError(
-                "settings",
-                "all requests of a batch must ask for the same, and this one has other settings "
-                "than the first; put it into another file",
-            )
-        return InputRow(number, id, text, repeated, raw, kind=request.kind)
+            return InputRow(number, id, request, {}, raw)
+        text = request.text
+        if isinstance(text, str) and request.task != self.layout.task:
+            message = f"this asks for task {request.task}, and the first for {self.layout.task}"
+            text = RowError("settings", f"{message}; put it into another file")
+        return InputRow(number, id, text, {}, raw, request=request)
 
 
 def _up_to(lines: Iterator[bytes], count: int, size: int) -> Iterator[bytes]:

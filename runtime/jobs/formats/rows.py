@@ -6,7 +6,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from transferry.runtime.engine.result import RowError
 from transferry.runtime.engine.tasks.task import Layout
@@ -35,7 +35,7 @@ class InputRow:
             the hash of many bytes.
         target: Target of a pair, or its error; None where rows are not pairs.
         languages: Languages of the text and of its answer; None is the job's.
-        kind: Type of a text that is JSON, where the row itself names the type.
+        request: The request of a batch that it is; see `openai_batch.Request`.
     """
 
     number: int
@@ -45,7 +45,7 @@ class InputRow:
     raw: bytes = b""
     target: str | RowError | None = None
     languages: Languages = (None, None)
-    kind: Literal["messages", "ids"] | None = None
+    request: Any = None
 
     def update(self, digest: hashlib._Hash) -> None:
         """Adds the row's bytes to a hash of rows."""

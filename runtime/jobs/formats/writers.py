@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, cast, get_args
 
 import numpy as np
 
-from transferry.runtime.engine.result import RowError
+from transferry.runtime.engine.result import RowError, RowResult
 from transferry.runtime.engine.tasks.table import TASKS
 from transferry.runtime.engine.tasks.task import Kind, Layout, OutputFormat, Task, columns
 from transferry.runtime.errors import InputError, UsageError
@@ -57,7 +57,15 @@ class RowWriter(ABC):
         """Writes the records of several files of this writer, in order, as one file."""
 
     def admit(self, row: InputRow) -> InputRow:
-        """Returns the row as the output can hold it, with an error for a field it cannot hold."""
+        """Returns the row as the output can hold it, with an error for a value it cannot hold."""
+        request = row.request
+        if request is not None and isinstance(row.text, str):
+            several = len(request.inputs) > 1 and self.format != "openai"
+            several |= self.format == "text" and request.settings.get("n_best", 1) > 1
+            if several or (request.dimensions and self.format in ("npy", "parquet")):
+                held = "one answer a request" if several else "vectors of one length"
+                refusal = f"{self.format} output has {held}; name a .jsonl file"
+                row = replace(row, text=RowError("settings", refusal))
         kept = {name: value for name, value in row.fields.items() if self._holds(name, value)}
         id = row.id if self._holds_id(row.id) else row.number
         if len(kept) == len(row.fields) and id == row.id:
@@ -66,6 +74,15 @@ class RowWriter(ABC):
         error = RowError("fields", f"{self.format} output cannot hold the field {names[0]!r}")
         text = error if isinstance(row.text, str) else row.text
         return replace(row, id=id, text=text, fields=kept)
+
+    def record(self, row: InputRow, result: RowResult, n_best: int) -> Record:
+        """Returns the record of a row; `n_best` above 1 lists all hypotheses."""
+        if self.format == "openai":
+            named = {"number": row.number, "request": row.request, "result": result}
+            return {"id": row.id, **named}
+        if row.request is not None:
+            n_best = max(n_best, row.request.settings.get("n_best", 1))
+        return {"id": row.id, **row.fields, **result.record(n_best)}
 
     def _holds(self, name: str, value: Any) -> bool:
         return name not in self.refused and (self.columns is None or name in self.columns)
@@ -90,7 +107,7 @@ def open_writer(
         format: Format. Default: from the name, else that of the task.
         rows: The input.
         task: Name of the task.
-        n_best: Whether tables list all hypotheses of a row.
+        n_best: Whether tables list all hypotheses of a row; they do for requests.
         width: Length of the vectors of embed.
 
     Raises:
@@ -120,7 +137,7 @@ def open_writer(
             format=format, refused=refused, compression=compression, to_line=_json_line
         )
     passed = tuple(name for name in rows.columns if name not in clash)
-    fields = _table_columns(kind, format, n_best=n_best)
+    fields = _table_columns(kind, format, n_best=n_best or rows.format == "openai")
     if format == "parquet":
         schema = _schema(rows, passed, fields, width)
         return ParquetWriter(format=format, columns=passed, schema=schema)
