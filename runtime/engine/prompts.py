@@ -42,7 +42,7 @@ class Prompt:
 
         Raises:
             ChatError: The chat template refuses the messages, or an id is not in the vocabulary.
-            InputError: The chat template takes too long.
+            TextError: The tokenizer cannot encode the text.
             UsageError: There is no chat template, or jinja2 is not installed.
         """
         if self.kind == "ids":

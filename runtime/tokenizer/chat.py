@@ -1,9 +1,8 @@
 """Chat templates: messages to text in which the template's own special tokens are known.
 
-A template is rendered by `chat_worker` in a process of its own. Special tokens that it writes
-become tokens, special tokens in the messages stay text: each is put between two private-use
-characters that occur in no message, and found again in the text. transformers does the same with
-`sanitize_control_tokens=True`.
+A template is rendered by `chat_worker` in a process of its own, which tells the characters that the
+template wrote from those of the messages. Special tokens are found in the template's characters
+alone; whatever a message holds is text.
 """
 
 from __future__ import annotations
@@ -24,11 +23,12 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from transferry.runtime.errors import InputError, UsageError, install_command
+from transferry.runtime.errors import UsageError, install_command
 
 TEMPLATE_FILE = "chat_template.jinja"
 
-SECONDS = 10
+SECONDS = 10  # of processor time
+WALL = 6  # times as long may pass on a busy machine
 MOST_CHARACTERS = 1 << 24  # of a template, and of its text
 MEMORY = 1 << 30  # bytes of address space
 LEAST_JINJA = (3, 1, 6)  # older versions have known ways out of the sandbox
@@ -38,6 +38,14 @@ ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
 REASONING = ("reasoning_content", "thinking", "reasoning")
 
 Message = Mapping[str, Any]
+_USER = {"role": "user", "content": "Hello,\nworld"}
+_ANSWER = {"role": "assistant", "content": "Yes.\n"}
+# Chats in which no text looks like a special token.
+SAMPLES: Sequence[Sequence[Message]] = (
+    [_USER],
+    [{"role": "system", "content": "Be brief."}, _USER, _ANSWER, _USER],
+    [_USER, _ANSWER, _USER],
+)
 Pieces = list[str | int]  # text, and ids of special tokens
 
 
@@ -70,41 +78,42 @@ class ChatTemplate:
         """Renders messages with role and content, and the beginning of the assistant's answer.
 
         Raises:
-            ChatError: A message lacks them, or the template refuses the messages.
-            InputError: The template takes too long.
+            ChatError: A message lacks them, or the template refuses the messages or takes too long.
             UsageError: jinja2 is not installed.
         """
         plain = [_checked(message) for message in messages]
         if not plain:
             raise ChatError("expected at least one message, found none")
-        there = set(json.dumps(plain, ensure_ascii=False)) | set(self.source)
-        start, end = [mark for mark in map(chr, PRIVATE_USE) if mark not in there][:2]
-        request = {
-            **self.named,
-            "messages": [_marked(message, self._control, start, end) for message in plain],
+        variables = {
+            "messages": plain,
             "tools": None,
             "documents": None,
             "add_generation_prompt": True,
         }
-        text = self._renderer.render(request)
-        return self._pieces(text, start, end)
+        return self._pieces(*self._renderer.render(variables, self.named))
 
-    def _pieces(self, text: str, start: str, end: str) -> Pieces:
-        """Splits text at the tokens that the template wrote itself."""
-        control = self._control.pattern
-        found = re.compile(f"{start}({control}){end}|[{start}{end}]|({control})")
+    def lost_token(self) -> str | None:
+        """Returns a token that the template builds from parts which are not all its own texts."""
+        for sample in SAMPLES:
+            given = json.dumps(sample)
+            try:
+                texts = [piece for piece in self.render(sample) if isinstance(piece, str)]
+            except ChatError:
+                continue
+            found = (match.group() for text in texts for match in self._control.finditer(text))
+            if lost := next((token for token in found if token not in given), None):
+                return lost
+        return None
+
+    def _pieces(self, text: str, own: Sequence[tuple[int, int]]) -> Pieces:
+        """Splits text at the tokens within the spans that the template wrote."""
         pieces: Pieces = []
-        before, place = "", 0
-        for match in found.finditer(text):
-            before += text[place : match.start()]
-            place = match.end()
-            of_a_message, of_the_template = match.groups()
-            before += of_a_message or ""
-            if of_the_template:
-                pieces += [before, self.control[of_the_template]]
-                before = ""
-        pieces.append(before + text[place:])
-        return [piece for piece in pieces if piece != ""]
+        place = 0
+        for start, end in own:
+            for match in self._control.finditer(text, start, end):
+                pieces += [text[place : match.start()], self.control[match.group()]]
+                place = match.end()
+        return [piece for piece in (*pieces, text[place:]) if piece != ""]
 
     @cached_property
     def _control(self) -> re.Pattern[str]:
@@ -150,20 +159,6 @@ def _checked(message: Any) -> dict[str, Any]:
     return kept
 
 
-def _marked(value: Any, control: re.Pattern[str], start: str, end: str) -> Any:
-    if isinstance(value, str):
-        return control.sub(rf"{start}\g<0>{end}", value)
-    if isinstance(value, Mapping):
-        return {
-            # A role is a plain word, compared with others by templates.
-            name: each if name == "role" else _marked(each, control, start, end)
-            for name, each in value.items()
-        }
-    if isinstance(value, list):
-        return [_marked(each, control, start, end) for each in value]
-    return value
-
-
 class Renderer:
     """A process that renders one template, started on first use."""
 
@@ -173,23 +168,35 @@ class Renderer:
         self._process: subprocess.Popen[bytes] | None = None
         self._end: Callable[[], object] = lambda: None
 
-    def render(self, variables: Mapping[str, Any]) -> str:
+    def render(
+        self, variables: Mapping[str, Any], named: Mapping[str, str]
+    ) -> tuple[str, list[tuple[int, int]]]:
         """Renders the template.
 
+        Args:
+            variables: Values of the user.
+            named: Special tokens that the template may write by name.
+
+        Returns:
+            The text, and the spans of characters that the template wrote.
+
         Raises:
-            ChatError: The template raises an error.
-            InputError: It takes too long, or more memory than it may.
+            ChatError: The template raises an error, or takes more time or memory than it may.
             UsageError: jinja2 is not installed.
         """
+        try:
+            line = json.dumps({"variables": variables, "named": named}).encode() + b"\n"
+        except RecursionError as error:
+            raise ChatError("the messages are nested too deeply") from error
         with self._lock:
             process = self._process or self._start()
-            timer = threading.Timer(self._seconds, process.kill)
+            timer = threading.Timer(self._seconds * WALL, process.kill)
             timer.start()
             reply = b""
             try:
                 assert process.stdin is not None
                 assert process.stdout is not None
-                process.stdin.write(json.dumps(variables).encode() + b"\n")
+                process.stdin.write(line)
                 process.stdin.flush()
                 reply = process.stdout.readline()
             except (BrokenPipeError, ConnectionError):
@@ -200,15 +207,13 @@ class Renderer:
                     self._end()
                     self._process = None
         if not reply.endswith(b"\n"):
-            raise InputError(
-                f"the chat template took more than {self._seconds} seconds or {MEMORY >> 20} MiB; "
-                "use a template that you trust, or run without --chat and --messages"
+            raise ChatError(
+                f"the chat template took more than {self._seconds} seconds or {MEMORY >> 20} MiB"
             )
         answer = json.loads(reply)
         if "error" in answer:
             raise ChatError(f"the chat template raised {answer['error']}")
-        text: str = answer["text"]
-        return text
+        return answer["text"], [(start, end) for start, end in answer["own"]]
 
     def _start(self) -> subprocess.Popen[bytes]:
         require_jinja()

@@ -297,7 +297,7 @@ class AnyTokenizer(ABC):
 
         Raises:
             ChatError: A message lacks its role or content, or the template refuses the messages.
-            InputError: The template takes too long.
+            TextError: The tokenizer cannot encode the text.
             UsageError: There is no chat template, or jinja2 is not installed.
         """
         return self.encode_pieces(self.require_chat().render(messages))

@@ -31,6 +31,8 @@ def test_special_tokens_of_a_message_are_text() -> None:
     assert template("{{ messages[0].content }}<|end|>>").render(said) == [f"a{END}b", 301]
     cut = template("{{ messages[0].content[:3] }}{{ messages[0].content[3:] }}")
     assert cut.render(said) == [f"a{END}b"]
+    halves = [{"role": "user", "content": END[:3]}, {"role": "user", "content": END[3:]}]
+    assert template("{{ messages | map(attribute='content') | join }}").render(halves) == [END]
 
 
 def test_private_use_characters_of_a_message_are_kept() -> None:
@@ -80,8 +82,8 @@ def test_what_a_template_raises_is_told_and_ends_there(source: str, message: str
 def test_a_template_that_takes_for_ever_is_ended() -> None:
     loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     for source in (loops, "{{ 9 ** (9 ** 9) }}"):
-        with pytest.raises(InputError, match="took more than 1 seconds"):
-            Renderer(source, seconds=1).render({})
+        with pytest.raises(ChatError, match="took more than 1 seconds"):
+            Renderer(source, seconds=1).render({}, {})
 
 
 def test_an_interrupted_answer_does_not_come_with_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +93,7 @@ def test_an_interrupted_answer_does_not_come_with_the_next(monkeypatch: pytest.M
     assert process is not None
     process.kill()
     process.wait()
-    with pytest.raises(InputError, match="took more than"):
+    with pytest.raises(ChatError, match="took more than"):
         one.render([USER])
     assert one.render([USER]) == ["user: hi", 300]
 

@@ -8,14 +8,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
-
-import jinja2
-import jinja2.nodes
-import msgspec
 
 from transferry.build_model.importing.huggingface import decoder_only, encoder_decoder, encoder_only
 from transferry.build_model.importing.huggingface.folder import REMEDY, PretrainedFolder, Settings
+from transferry.build_model.importing.huggingface.tokenizer.chat_template import (
+    chat_template,
+    chat_templates,
+)
 from transferry.build_model.importing.huggingface.tokenizer.fast_tokenizer import (
     TOKENIZER,
     FastTokenizer,
@@ -26,11 +25,9 @@ from transferry.build_model.importing.huggingface.tokenizer.fast_tokenizer impor
 from transferry.build_model.model.config import ModelConfig
 from transferry.build_model.train.vocabulary import byte_of_character
 from transferry.runtime.errors import InputError
-from transferry.runtime.io.documents import MOST_JSON, read_document
+from transferry.runtime.io.documents import read_document
 from transferry.runtime.io.whole import MOST_BYTES, read_bytes
 from transferry.runtime.tokenizer.byte_pair import AnyTokenizer, Tokenizer
-from transferry.runtime.tokenizer.chat import TEMPLATE_FILE, ChatTemplate
-from transferry.runtime.tokenizer.chat_worker import environment
 from transferry.runtime.tokenizer.patterns import GPT2_PATTERN
 from transferry.runtime.tokenizer.special_tokens import SpecialTokens
 from transferry.runtime.tokenizer.third_party import (
@@ -81,13 +78,6 @@ LANGUAGE_CLASSES = {
 }
 # Classes of folders that name no class.
 OF_LANGUAGES = {"m2m_100": "M2M100Tokenizer", "mbart": "MBartTokenizer"}
-
-
-class NamedTemplate(msgspec.Struct):
-    """One of several chat templates in tokenizer_config.json."""
-
-    name: str
-    template: str
 
 
 def marian_tokenizer(pretrained: PretrainedFolder, config: ModelConfig) -> AnyTokenizer:
@@ -235,68 +225,8 @@ def decoder_tokenizer(pretrained: PretrainedFolder, config: ModelConfig) -> AnyT
     tokens = SpecialTokens(pad_id=other("pad"), bos_id=other("bos"), eos_id=eos, after=())
     tokenizer = _unchanged(found, tokens, config, str(folder))
     tokenizer = _as_ranks(found, tokenizer) or tokenizer
-    tokenizer.chat = _chat(pretrained, found)
+    tokenizer.chat = chat_template(pretrained, found)
     return tokenizer
-
-
-def _chat(pretrained: PretrainedFolder, found: FastTokenizer) -> ChatTemplate | None:
-    """The default chat template, with the tokens that are special only where it writes them."""
-    templates = _chat_templates(pretrained)
-    if not templates:
-        return None
-    (origin, source), others = templates.pop("default", ("", "")), ", ".join(sorted(templates))
-    if others:
-        pretrained.notes.append(f"chat templates left out, not being the default: {others}")
-    if not source:
-        return None
-    try:
-        tree = environment().parse(source)
-    except (jinja2.TemplateError, RecursionError) as error:
-        raise InputError(
-            f"{origin}: expected a chat template for jinja2, found an error: {error}; correct it"
-        ) from error
-    written = [node.data for node in tree.find_all(jinja2.nodes.TemplateData)]
-    constants = tree.find_all(jinja2.nodes.Const)
-    written += [node.value for node in constants if isinstance(node.value, str)]
-    listed = pretrained.tokenizer.get("chat_control_tokens")
-    control = {
-        token.content: number
-        for number, token in found.tokenizer.get_added_tokens_decoder().items()
-        # Not white space, such as Gemma's line break, which templates write as text.
-        if token.special
-        or (
-            any(token.content in text for text in written) and not token.content.isspace()
-            if listed is None
-            else token.content in listed
-        )
-    }
-    pretrained.notes.append("chat template kept for --chat and --messages")
-    return ChatTemplate(source, found.named, control)
-
-
-def _chat_templates(pretrained: PretrainedFolder) -> dict[str, tuple[str, str]]:
-    """Returns file and source of each chat template; files take precedence, as in transformers."""
-    folder, settings = pretrained.folder, pretrained.tokenizer
-    files = {path.stem: path for path in (folder / "additional_chat_templates").glob("*.jinja")}
-    if (path := folder / TEMPLATE_FILE).exists():
-        files["default"] = path
-    if files:
-        return {name: (str(path), _source(path)) for name, path in files.items()}
-    found = settings.get("chat_template", [])
-    if isinstance(found, str):
-        found = [{"name": "default", "template": found}]
-    try:
-        named = msgspec.convert(found, list[NamedTemplate])
-    except msgspec.ValidationError:
-        settings.refuse("chat_template", found, "a text, or a list of names and templates")
-    return {each.name: (str(settings.path), each.template) for each in named}
-
-
-def _source(path: Path) -> str:
-    try:
-        return read_bytes(path, MOST_JSON).decode()
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path} is not UTF-8 ({error}); restore the file") from error
 
 
 def _read(pretrained: PretrainedFolder, config: ModelConfig) -> FastTokenizer:
@@ -412,7 +342,7 @@ def _sentencepiece(pretrained: PretrainedFolder, config: ModelConfig) -> AnyToke
             f"{path} cannot hold the added token {others[0]!r}; make a tokenizer.json: "
             f"AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
         )
-    if _chat_templates(pretrained):
+    if chat_templates(pretrained):
         pretrained.notes.append(f"chat template left out: it needs a {TOKENIZER}")
     pretrained.notes.append(
         f"{PIECES} as SentencePiece reads it; transformers 5 may treat blanks at the beginning of "
