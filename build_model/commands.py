@@ -167,9 +167,22 @@ Examples:
 @click.argument("huggingface", metavar="FOLDER", type=FILE)
 @option("--out", type=OUTPUT, required=True, help="Checkpoint folder.")
 @option("--adapter", type=FILE, help="Folder of a LoRA adapter of PEFT to merge into the weights.")
+@option(
+    "--ignore-setting",
+    metavar="KEY",
+    multiple=True,
+    help="Setting to leave out though it may change answers; repeatable.",
+)
 @option("--force", is_flag=True, help="Replace the checkpoint in --out.")
 @option("--quiet", is_flag=True, help="Do not print the summary of imported and omitted parts.")
-def import_(huggingface: Path, out: Path, adapter: Path | None, force: bool, quiet: bool) -> None:
+def import_(
+    huggingface: Path,
+    out: Path,
+    adapter: Path | None,
+    ignore_setting: tuple[str, ...],
+    force: bool,
+    quiet: bool,
+) -> None:
     """Import a model of Hugging Face or Marian from FOLDER as a checkpoint.
 
     FOLDER holds config.json, weights and the tokenizer. Unsupported features are refused
@@ -179,4 +192,12 @@ def import_(huggingface: Path, out: Path, adapter: Path | None, force: bool, qui
 
     told = teller(quiet)
     with progress(quiet) as show:
-        import_pretrained(huggingface, out, adapter=adapter, force=force, say=told, show=show)
+        import_pretrained(
+            huggingface,
+            out,
+            adapter=adapter,
+            ignored=ignore_setting,
+            force=force,
+            say=told,
+            show=show,
+        )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from transferry.build_model.importing.huggingface.weights import Converted
@@ -27,7 +27,7 @@ class Imported:
         generation: Fields of GenerationOptions that become the bundle's defaults.
         ignored: Settings of `generate` that do not, with value and reason.
         notes: Further notes for the user, a line each.
-        unused: Settings that nothing here reads, by file.
+        unused: Lines on the settings without effect.
         head: Task, labels and prompts of the head of an encoder-only model; None without one.
     """
 
@@ -38,7 +38,7 @@ class Imported:
     generation: dict[str, Any]
     ignored: dict[str, Any]
     notes: Sequence[str] = ()
-    unused: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    unused: Sequence[str] = ()
     head: HeadSettings | None = None
 
     def to_text(self) -> str:
@@ -71,13 +71,7 @@ class Imported:
         if self.ignored:
             names = ", ".join(f"{name} {value}" for name, value in self.ignored.items())
             lines.append(f"left out of the settings of generate: {names}")
-        if self.unused:
-            files = (
-                f"{file}: {', '.join(f'{name} {_short(value)}' for name, value in values.items())}"
-                for file, values in self.unused.items()
-            )
-            lines.append(f"not used: {'; '.join(files)}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.unused])
 
 
 def _describe(head: HeadSettings, config: ModelConfig) -> str:
@@ -98,7 +92,8 @@ def _describe(head: HeadSettings, config: ModelConfig) -> str:
     return ", ".join(parts)
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
+    """Returns a value as JSON, cut short."""
     return _cut_short(json.dumps(value, ensure_ascii=False))
 
 

@@ -280,9 +280,8 @@ class BeamGraph(SearchGraph):
             lowest = step.constant(np.finfo(np.float32).min)
             none_left = step.op("Less", [top, lowest])
             return step.op("Or", [none_left, step.op("GreaterOrEqual", [worst, lowest])])
-        if self.options.early_stopping == "never":
-            penalty = np.float32(self.options.length_penalty)
-            exponent = step.constant(penalty)
+        if self.options.early_stopping == "never" and self.options.length_penalty > 0:
+            exponent = step.constant(np.float32(self.options.length_penalty))
             scale = step.op("Pow", [cast(step, limit, ir.DataType.FLOAT), exponent])
         return step.op("LessOrEqual", [step.op("Div", [top, scale]), worst])
 

@@ -103,7 +103,7 @@ export class BeamStrategy {
     if (likeliest === -Infinity) return true;
     const { early_stopping: early, length_penalty: penalty } = this.options;
     if (early === true) return this.#worst > -Infinity;
-    const compared = early === "never" ? this.limit : length;
+    const compared = early === "never" && penalty > 0 ? this.limit : length;
     return likeliest / compared ** penalty <= this.#worst;
   }
 

@@ -37,7 +37,7 @@ const FIELDS = {
   max_total_length: [0, whole(0, 1_000_000)],
   min_length: [0, whole(0, 1_000_000)],
   min_total_length: [0, whole(0, 1_000_000)],
-  length_penalty: [1, number(0, 10)],
+  length_penalty: [1, number(-10, 10)],
   early_stopping: [
     true,
     { what: 'true, false or "never"', holds: (value) => flag.holds(value) || value === "never" },

@@ -104,9 +104,11 @@ function headRecord(engine, row, longRows, answer) {
     throw new UsageError("the bundle's tokenizer joins no pairs of texts; leave the second out");
   }
   const limits = headLimits(engine, longRows);
-  const encode = pair === undefined ? encodeRow : (_, ...rest) => encodePair(text, pair, ...rest);
+  const { prompts = {}, default_prompt: usual = "" } = engine.bundle.manifest.head;
+  const read = usual && !isBlank(text) ? prompts[usual] + text : text;
+  const encode = pair === undefined ? encodeRow : (_, ...rest) => encodePair(read, pair, ...rest);
   return answered(text, {}, async () => {
-    const { ids, truncated } = encode(text, engine.bundle.tokenizer, limits);
+    const { ids, truncated } = encode(read, engine.bundle.tokenizer, limits);
     const { data } = await encodeIds(engine, ids, "head");
     if (!data.every(Number.isFinite)) throw notFinite();
     const record = { source: text, ...answer(data) };

@@ -183,10 +183,12 @@ class BeamStrategy(Strategy):
             return settled
         # A log-probability is negative and only falls, and division by a power of the length
         # raises it: no continuation scores above the beam itself at the maximal length. By the
-        # heuristic of transformers it is compared at its present length.
-        never = self.options.early_stopping == "never"
+        # heuristic of transformers it is compared at its present length. A negative penalty lowers
+        # the score of longer ones.
+        penalty = self.options.length_penalty
+        never = self.options.early_stopping == "never" and penalty > 0
         length = (self.limits if never else self.lengths + 1)[sentences]
-        settled = log_probability / length**self.options.length_penalty <= worst
+        settled = log_probability / length**penalty <= worst
         return settled
 
     def hypotheses(self, sentence: int) -> list[Hypothesis]:

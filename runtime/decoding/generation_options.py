@@ -19,7 +19,7 @@ _FROM_0 = ("min_length", "min_total_length", "max_total_length", "top_k", "no_re
 _FROM_1 = ("beam", "n_best", "max_length")
 # Least and largest value of other fields. float32 holds no logits divided by another temperature.
 _RANGES: tuple[tuple[str, float, float, str], ...] = (
-    ("length_penalty", 0, 10, "from 0 to 10"),
+    ("length_penalty", -10, 10, "from -10 to 10"),
     ("temperature", 1e-6, 1e6, "from 1e-6 to 1e6 (for the likeliest token, leave sampling off)"),
     ("min_p", 0, 1, "from 0 to 1"),
     ("repetition_penalty", 1e-3, 1e3, "from 0.001 to 1000"),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from transferry.build_model.importing.huggingface.folder import Settings
-from transferry.build_model.importing.huggingface.rope import SLIDING, RotaryKeys, read_rotary
+from transferry.build_model.importing.huggingface.rope import FULL, SLIDING, RotaryKeys, read_rotary
 from transferry.build_model.importing.huggingface.tables import (
     ACTIVATIONS,
     BUFFER,
@@ -20,7 +20,7 @@ from transferry.build_model.importing.huggingface.tables import (
     heads_of_three,
     layer_types,
     parts,
-    same_heads,
+    renamed,
     sizes,
     without_first,
 )
@@ -35,7 +35,13 @@ PRE_NORM: dict[str, Any] = dict(
 def _gpt2_shape(config: Settings, names: set[str]) -> ModelConfig:
     """GPT-2 (Radford et al. 2019)."""
     config.only("add_cross_attention", False)
-    same_heads(config, "n_head")
+    renamed(
+        config,
+        hidden_size="n_embd",
+        max_position_embeddings="n_positions",
+        num_attention_heads="n_head",
+        num_hidden_layers="n_layer",
+    )
     d_model = config.whole("n_embd")
     return ModelConfig(
         **PRE_NORM,
@@ -247,6 +253,8 @@ def _gemma3_shape(config: Settings, names: set[str]) -> ModelConfig:
     d_head, longest = head_width(fields), fields["max_positions"]
     parameters = config.get("rope_parameters")
     nested = isinstance(parameters, dict) and isinstance(parameters.get(SLIDING), dict)
+    if parameters and not nested:  # transformers ignores those
+        config.refuse("rope_parameters", parameters, f"an object for {SLIDING} and one for {FULL}")
     own = config if nested else Settings(config.path, {})
     local_base = "rope_local_base_freq"
     keys = RotaryKeys(config.number(local_base, 10000.0), local_base)

@@ -19,7 +19,7 @@ from transferry.build_model.importing.huggingface.tables import (
     NoPlace,
     Table,
     flat,
-    same_heads,
+    renamed,
     sizes,
     without_first,
 )
@@ -30,7 +30,8 @@ def _shared_fields(
     config: Settings, names: set[str], *, activation: str = "gelu", scaled: bool = False
 ) -> dict[str, Any]:
     """Fields of all types but T5; `activation` and `scaled` are the type's defaults."""
-    same_heads(config, "encoder_attention_heads")
+    general = {"num_attention_heads": "encoder_attention_heads", "hidden_size": "d_model"}
+    renamed(config, **general, num_hidden_layers="encoder_layers")
     heads, d_ff = (config.whole(f"decoder_{name}") for name in ("attention_heads", "ffn_dim"))
     own = config.whole("encoder_attention_heads"), config.whole("encoder_ffn_dim")
     size, tied = config.whole("vocab_size"), config.flag("tie_word_embeddings", True)
@@ -204,7 +205,8 @@ def _t5_shape(config: Settings, names: set[str]) -> ModelConfig:
     activations = ACTIVATIONS | {f"gated-{name}": unit for name, unit in GATES.items()}
     # The first of these means the tanh form, whatever it says.
     activations["gated-gelu"] = "geglu-tanh"
-    same_heads(config, "num_heads")
+    general = {"num_attention_heads": "num_heads", "hidden_size": "d_model"}
+    renamed(config, **general, num_hidden_layers="num_layers", head_dim="d_kv")
     multilingual = config.get("model_type") == "mt5"
     default = "gated-gelu" if multilingual else "relu"
     fields = sizes(config, d_model="d_model", heads="num_heads", d_ff="d_ff")

@@ -19,7 +19,7 @@ from transferry.build_model.importing.huggingface.tables import (
     head_width,
     layer_types,
     parts,
-    same_heads,
+    renamed,
     sizes,
 )
 from transferry.build_model.model.config import HeadActivation, ModelConfig
@@ -140,7 +140,8 @@ MPNET: Table = {
 
 def _distilbert_shape(config: Settings, names: set[str]) -> ModelConfig:
     """DistilBERT (Sanh et al. 2019)."""
-    same_heads(config, "n_heads")
+    general = {"hidden_size": "dim", "num_attention_heads": "n_heads"}
+    renamed(config, **general, num_hidden_layers="n_layers")
     fields = _masked_fields(config, head="vocab_transform.weight" in names) | dict(
         vocabulary_size=config.whole("vocab_size"),
         d_model=config.whole("dim", 768),

@@ -32,37 +32,47 @@ class Settings:
     """A JSON file of settings; unsupported values raise an error with the key.
 
     null counts as absent, as in transformers. Every key that is read is remembered, so that unread
-    keys can be reported. A value of another type or range than a method returns is an InputError.
+    keys can be judged. A value of another type or range than a method returns is an InputError.
+
+    Attributes:
+        path: The file.
+        values: Its settings by name, without those that the user ignores.
+        ignored: Settings that the user ignores.
+        left: Settings without effect though they were read, as words.
     """
 
-    def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
+    def __init__(
+        self, path: Path, values: Mapping[str, Any], ignored: frozenset[str] = frozenset()
+    ) -> None:
         self.path = path
-        self.values = dict(values)
+        self.values = {name: value for name, value in values.items() if name not in ignored}
+        self.ignored = {name: values[name] for name in sorted(ignored & values.keys())}
+        self.left: list[str] = []
         self._asked: set[str] = set()
-        self._left: dict[str, Any] = {}
 
     @classmethod
-    def read(cls, path: Path, *, required: bool = True) -> Settings:
+    def read(
+        cls, path: Path, *, required: bool = True, ignored: frozenset[str] = frozenset()
+    ) -> Settings:
         """Reads a file; one that is not required and absent is empty.
 
         Raises:
             InputError: The file is missing or no JSON object.
         """
         absent = not required and not path.exists()
-        return cls(path, {} if absent else read_document(path, dict[str, Any], REMEDY))
+        return cls(path, {} if absent else read_document(path, dict[str, Any], REMEDY), ignored)
 
     def unread(self) -> dict[str, Any]:
-        """Returns the settings without effect: not asked for, or left; without null."""
-        unasked = {
+        """Returns the settings that were not asked for, without null."""
+        return {
             name: value
             for name, value in self.values.items()
             if value is not None and name not in self._asked
         }
-        return unasked | self._left
 
     def leave(self, name: str, value: Any) -> None:
         """Lists a value among the settings without effect, though it was asked for."""
-        self._left[name] = value
+        self.left.append(f"{name} {value}")
 
     def get(self, name: str, default: Any = None) -> Any:
         """Returns a setting unchecked."""
@@ -77,6 +87,8 @@ class Settings:
     def whole(self, name: str, default: int | None = None, most: int = MOST_SIZE) -> int:
         """Returns a whole number from 0 to `most`; without a default it must be there."""
         value = self.get(name, default)
+        if type(value) is float and value.is_integer():
+            value = int(value)
         if type(value) is not int or value < 0:
             raise InputError(f"{self.path}: {name} must be a whole number, found {value!r}")
         if value > most:
@@ -93,6 +105,8 @@ class Settings:
     def flag(self, name: str, default: bool) -> bool:
         """Returns a bool."""
         value = self.get(name, default)
+        if type(value) in (int, float) and value in (0, 1):
+            value = bool(value)
         if type(value) is not bool:
             raise InputError(f"{self.path}: {name} must be true or false, found {value!r}")
         return value
@@ -138,11 +152,12 @@ class PretrainedFolder:
         segments: Of the tokens of a pair of texts, as the tokenizer numbers them; set by it.
         side: Side at which texts are cut where tokenizer_config.json names none; set by the
             tokenizer.
+        size: Ids of the vocabulary; set by the importer.
         lower: Whether texts are lower-cased before the tokenizer reads them; set by the importer.
     """
 
-    def __init__(self, folder: Path) -> None:
-        """Reads the settings.
+    def __init__(self, folder: Path, ignored: frozenset[str] = frozenset()) -> None:
+        """Reads the settings, without those that the user ignores.
 
         Raises:
             InputError: config.json is missing, or a settings file is not a JSON object.
@@ -150,13 +165,16 @@ class PretrainedFolder:
         self.folder = folder
         if not (folder / CONFIG).is_file():
             raise InputError(f"{folder / CONFIG} is missing; {_elsewhere(folder)}")
-        self.config = Settings.read(folder / CONFIG)
-        self.generation = Settings.read(folder / GENERATION, required=False)
-        self.tokenizer = Settings.read(folder / TOKENIZER_CONFIG, required=False)
-        self.special_tokens = Settings.read(folder / SPECIAL_TOKENS, required=False)
+        self.config = Settings.read(folder / CONFIG, ignored=ignored)
+        others = (
+            Settings.read(folder / name, required=False, ignored=ignored)
+            for name in (GENERATION, TOKENIZER_CONFIG, SPECIAL_TOKENS)
+        )
+        self.generation, self.tokenizer, self.special_tokens = others
         self.notes: list[str] = []
         self.segments: list[int] = []
         self.side = "right"
+        self.size = MOST_SIZE
         self.lower = False
 
     def token(self, name: str, default: int | None = None) -> int:
@@ -185,9 +203,11 @@ class PretrainedFolder:
         """
         for settings in (self.generation, self.config):
             value = settings.get(name, [])
-            if name == "pad_token_id" and value == -1:
-                continue  # none, in the first files of Llama
             found = value if isinstance(value, list) else [value]
+            found = [token for token in found if token != -1]  # -1 stands for no token
+            if name == "eos_token_id":
+                # No answer holds an id beyond the vocabulary.
+                found = [each for each in found if type(each) is not int or each < self.size]
             for token in found:
                 if type(token) is not int or token < 0:
                     raise InputError(f"{settings.path}: {name} must be an id, found {token!r}")

@@ -147,12 +147,9 @@ class _Reader:
                 self._leave(name, settings.get(name), "limited to max_length")
         for name, nothing in UNSUPPORTED.items():
             if (value := settings.get(name)) not in (None, nothing):
-                self._leave(name, value, "not supported: the answers may differ from generate's")
+                settings.refuse(name, value, f"null; generate without it: --ignore-setting {name}")
         for name in (*TOKENS, *SAME_TOKENS):
             settings.get(name)
-        if settings.path.name != CONFIG:
-            for name, value in settings.unread().items():
-                self._leave(name, value, "unknown")
         return {
             name: value
             for name, value in fields.items()
@@ -218,7 +215,7 @@ class _Reader:
             "sample": sample,
             "beam": 1 if sample else beam,
             "n_best": several,
-            "length_penalty": number("length_penalty", 1.0, 0.0, 10.0),
+            "length_penalty": number("length_penalty", 1.0, -10.0, 10.0),
         }
         if not sample:
             for name, off in OF_SAMPLING.items():

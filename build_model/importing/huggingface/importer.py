@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,22 @@ from transferry.build_model.importing.huggingface import decoder_only, encoder_d
 from transferry.build_model.importing.huggingface.folder import (
     CONFIG,
     GENERATION,
+    SPECIAL_TOKENS,
+    TOKENIZER_CONFIG,
     PretrainedFolder,
     Settings,
     require_plain,
 )
 from transferry.build_model.importing.huggingface.generation import generation_defaults
+from transferry.build_model.importing.huggingface.settings_table import judge
 from transferry.build_model.importing.huggingface.tables import Family, Table
 from transferry.build_model.importing.huggingface.tokenizer.vocabularies import TOKENIZERS
-from transferry.build_model.importing.huggingface.weights import adapted, convert_weights
-from transferry.build_model.importing.imported import Imported
+from transferry.build_model.importing.huggingface.weights import (
+    adapted,
+    convert_weights,
+    untied_output,
+)
+from transferry.build_model.importing.imported import Imported, short
 from transferry.build_model.importing.toolkits.marian import read_marian
 from transferry.build_model.importing.toolkits.sentence_transformers import (
     MODULES,
@@ -50,17 +58,21 @@ FAMILIES: Mapping[str, Family] = {
 }
 
 
-def read_pretrained(folder: Path, adapter_folder: Path | None = None) -> Imported:
+def read_pretrained(
+    folder: Path, adapter_folder: Path | None = None, ignored: Collection[str] = ()
+) -> Imported:
     """Reads a folder of transformers or Marian, without the values of its tensors.
 
     Args:
         folder: The folder.
         adapter_folder: Folder of an adapter that PEFT wrote, merged into the weights.
+        ignored: Settings to leave out though they may change answers.
 
     Raises:
         InputError: A file is missing or damaged, a setting is unsupported, or a tensor does not
             fit.
-        UsageError: The tokenizer's library is not installed, or an adapter is for another kind.
+        UsageError: The tokenizer's library is not installed, an adapter is for another kind, or
+            no file has a setting to be ignored.
     """
     if is_bundle(folder) or is_checkpoint(folder):
         expected = "a folder of Hugging Face or Marian"
@@ -68,45 +80,41 @@ def read_pretrained(folder: Path, adapter_folder: Path | None = None) -> Importe
     adapter = Adapter(adapter_folder) if adapter_folder is not None else None
     if not (folder / CONFIG).exists() and any(folder.glob("*.npz")):
         require(adapter is None, "--adapter", f"left out for {folder}", adapter_folder)
+        require(not ignored, "--ignore-setting", f"left out for {folder}", ", ".join(ignored))
         return read_marian(folder)
-    sentence = read_sentence_transformers(folder)
-    pretrained = PretrainedFolder(folder if sentence is None else sentence.transformer)
+    left = frozenset(ignored)
+    sentence = read_sentence_transformers(folder, left)
+    pretrained = PretrainedFolder(folder if sentence is None else sentence.transformer, left)
     config = pretrained.config
     kind = _model_type(config, sentence)
     family, shape, head = _shape(FAMILIES[kind], pretrained, sentence)
     pretrained.lower = sentence is not None and sentence.lower
-    ends = _ends(pretrained, shape)
+    pretrained.size = shape.vocabulary_size
+    ends = pretrained.tokens("eos_token_id") if shape.decoder_layers else []
     tokenizer = TOKENIZERS[kind](pretrained, shape)
     tokenizer.special = _with_cuts(pretrained, shape, tokenizer.special, sentence)
     if head is not None and head.task == "classify":
         family, shape = _with_segments(family, shape, pretrained, tokenizer)
-    files, tensors = [config, pretrained.tokenizer, pretrained.special_tokens], pretrained.tensors()
+    tensors = pretrained.tensors()
     if sentence is not None:
         head = _cut(sentence, head, pretrained, shape)
-        files, tensors = [*sentence.files, *files], sentence.tensors(tensors)
+        tensors = sentence.tensors(tensors)
     notes: list[str] = []
-    generation: dict[str, Any] = {}
-    ignored: dict[str, Any] = {}
+    generation, left_out = dict[str, Any](), dict[str, Any]()
     if shape.decoder_layers:
-        notes += _end_outputs(pretrained, tokenizer, ends)
-        generation, ignored = generation_defaults(pretrained, shape)
+        notes += _end_outputs(pretrained, tokenizer, ends) + _unknown_ends(pretrained)
+        generation, left_out = generation_defaults(pretrained, shape)
         generation |= {"split_lines": False} if family.reads_lines else {}
     if adapter is not None:
         tensors = adapted(family, shape, tensors, adapter)
+    if output := untied_output(family, shape, tensors):
+        shape = replace(shape, tied=False)
+        notes.append(f"tie_word_embeddings is true, but {output} is no embedding: kept as it is")
     weights = convert_weights(family, shape, tensors, str(folder))
     notes += [] if adapter is None else [adapter.describe()]
-    notes += [f"tokenizer: {note}" for note in pretrained.notes]
-    if alike := ", ".join(sorted(tokenizer.special_texts(), key=len)[:3]):
-        notes.append(
-            f"texts such as {alike} are read as text, where transformers reads special tokens; "
-            "`run --special-tokens as-tokens` reads these too"
-        )
-    unused = {
-        _relative(settings.path, folder): values
-        for settings in files
-        if (values := settings.unread())
-    }
-    found = (kind, shape, weights, tokenizer, generation, ignored)
+    notes += [f"tokenizer: {note}" for note in pretrained.notes] + _look_alikes(tokenizer)
+    unused = _without_effect(folder, pretrained, sentence, shape, left)
+    found = (kind, shape, weights, tokenizer, generation, left_out)
     return Imported(*found, notes, unused, head)
 
 
@@ -131,6 +139,7 @@ def _shape(
     config = pretrained.config
     try:
         shape = family.shape(config, pretrained.names())
+        config.only("is_encoder_decoder", shape.architecture == "encoder-decoder")
         if sentence is not None and sentence.settings.task == "embed":
             fields: Mapping[str, Any] = sentence.fields
             table: Table = sentence.table
@@ -143,23 +152,6 @@ def _shape(
         return replace(family, table={**family.table, **table}), shape, head
     except UsageError as error:
         raise InputError(f"{config.path}: {error}") from error
-
-
-def _ends(pretrained: PretrainedFolder, shape: ModelConfig) -> list[int]:
-    """Returns the ids that end outputs, as the folder names them.
-
-    Raises:
-        InputError: The model has no such id.
-    """
-    ends = pretrained.tokens("eos_token_id") if shape.decoder_layers else []
-    if ends and max(ends) >= shape.vocabulary_size:
-        named = pretrained.generation.get("eos_token_id") is not None
-        path = (pretrained.generation if named else pretrained.config).path
-        raise InputError(
-            f"{path}: eos_token_id must be below vocab_size, {shape.vocabulary_size}, found "
-            f"{max(ends)}; set it to the id of the token that ends a text"
-        )
-    return ends
 
 
 def _end_outputs(
@@ -195,8 +187,60 @@ def _with_cuts(
     )
 
 
-def _relative(path: Path, folder: Path) -> str:
-    return str(path.relative_to(folder)) if path.is_relative_to(folder) else path.name
+def _look_alikes(tokenizer: AnyTokenizer) -> list[str]:
+    """Returns a note on texts that transformers reads as special tokens."""
+    alike = ", ".join(sorted(tokenizer.special_texts(), key=len)[:3])
+    note = (
+        f"texts such as {alike} are read as text, where transformers reads special tokens; "
+        "`run --special-tokens as-tokens` reads these too"
+    )
+    return [note] if alike else []
+
+
+def _unknown_ends(pretrained: PretrainedFolder) -> list[str]:
+    """Returns notes on end tokens that are no tokens."""
+    notes = []
+    for settings in (pretrained.config, pretrained.generation):
+        found = settings.get("eos_token_id", [])
+        listed = found if isinstance(found, list) else [found]
+        if left := [each for each in listed if not 0 <= each < pretrained.size]:
+            named = ", ".join(map(str, left))
+            notes.append(f"{settings.path.name}: eos_token_id {named} left out, being no token")
+    return notes
+
+
+def _without_effect(
+    folder: Path,
+    pretrained: PretrainedFolder,
+    sentence: SentenceModules | None,
+    shape: ModelConfig,
+    ignored: frozenset[str],
+) -> list[str]:
+    """Returns lines on the settings that change no answer, and on those that the user ignores.
+
+    Raises:
+        InputError: A setting may change answers, and is not carried over.
+        UsageError: No file has a setting to be ignored.
+    """
+    files = [] if sentence is None else list(sentence.files)
+    files += [(CONFIG, pretrained.config), (TOKENIZER_CONFIG, pretrained.tokenizer)]
+    files += [(SPECIAL_TOKENS, pretrained.special_tokens)]
+    files += [(GENERATION, pretrained.generation)] * bool(shape.decoder_layers)
+    lines, unknown = [], set(ignored)
+    for name, settings in files:
+        found, place = judge(name, settings), os.path.relpath(settings.path, folder)
+        if found:
+            lines.append(f"{place}, without effect on answers: {'; '.join(found)}")
+        if settings.ignored:
+            named = ", ".join(f"{key} {short(value)}" for key, value in settings.ignored.items())
+            lines.append(f"{place}, ignored by --ignore-setting: {named}")
+        unknown -= settings.ignored.keys()
+    if unknown:
+        raise UsageError(
+            f"--ignore-setting: expected settings of the folder, found {', '.join(sorted(unknown))}"
+            ", which no file has; leave them out"
+        )
+    return lines
 
 
 def _with_segments(
@@ -243,8 +287,14 @@ def _cut(
         )
     assert head is not None
     longest = sentence.settings.longest or pretrained.tokenizer.number("model_max_length", MOST)
-    rank = sentence.settings.rank
-    return replace(head, longest=int(min(longest, shape.max_positions)), rank=rank)
+    own = sentence.settings
+    return replace(
+        head,
+        longest=int(min(longest, shape.max_positions)),
+        rank=own.rank,
+        prompts=own.prompts,
+        default_prompt=own.default_prompt,
+    )
 
 
 def import_pretrained(
@@ -252,6 +302,7 @@ def import_pretrained(
     out: Path,
     *,
     adapter: Path | None = None,
+    ignored: Collection[str] = (),
     force: bool = False,
     say: Callable[[str], None] = lambda line: None,
     show: Callable[[str, int, int], None] = lambda *state: None,
@@ -262,6 +313,7 @@ def import_pretrained(
         folder: Folder that `save_pretrained` of transformers or Marian wrote.
         out: The checkpoint.
         adapter: Folder of an adapter that PEFT wrote, merged into the weights.
+        ignored: As for `read_pretrained`; kept in settings.toml.
         force: Replace an existing checkpoint.
         say: Receives the summary.
         show: See `Converted.write`.
@@ -272,12 +324,13 @@ def import_pretrained(
     """
     checkpoint_folder.check_folder(out, force=force)
     with staged_folder(out) as staged:  # before the long reading
-        imported = read_pretrained(folder, adapter)
+        imported = read_pretrained(folder, adapter, ignored)
         checkpoint.save_config(staged, imported.config, None, imported.generation, imported.head)
         imported.tokenizer.save(staged)
         with tensor_writer(staged / checkpoint.WEIGHTS, imported.weights.shapes) as file:
             imported.weights.write(file, show)
-        own = {} if adapter is None else {"adapter": adapter}
+        own: dict[str, Any] = {} if adapter is None else {"adapter": adapter}
+        own |= {"ignore_setting": sorted(ignored)} if ignored else {}
         checkpoint_folder.remember(staged, {"huggingface": folder} | own)
         checkpoint_folder.check_folder(out, force=force)  # again, since the weights took their time
         replace_folder(staged, out)

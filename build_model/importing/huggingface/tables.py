@@ -176,10 +176,17 @@ def head_width(fields: Mapping[str, Any]) -> int:
     return int(fields.get("head_width") or fields["d_model"] // max(1, fields["heads"]))
 
 
-def same_heads(config: Settings, name: str) -> None:
-    """Refuses a config.json whose two numbers of heads differ."""
-    if name in config.values:
-        config.only("num_attention_heads", config.whole(name))
+def renamed(config: Settings, **names: str) -> None:
+    """Takes settings under their general names, as transformers does (`attribute_map`).
+
+    Raises:
+        InputError: The file has both names with two values.
+    """
+    for general, own in names.items():
+        if config.values.get(general) is not None:
+            if config.values.get(own) is None:
+                config.values[own] = config.values[general]
+            config.only(general, config.get(own))
 
 
 def layer_types(config: Settings, layers: int, default: list[bool]) -> list[bool]:

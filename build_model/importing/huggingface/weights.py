@@ -32,7 +32,10 @@ from transferry.runtime.errors import InputError
 # Names in the first versions of BERT.
 OLD_NAMES = {".gamma": ".weight", ".beta": ".bias"}
 # Constants that versions of transformers have saved in models of any type.
-CONSTANTS = ("embeddings.position_ids", "embeddings.token_type_ids", "rotary_emb.inv_freq")
+CONSTANTS = (
+    *("embeddings.position_ids", "embeddings.token_type_ids", "rotary_emb.inv_freq"),
+    *("rotary_emb.cos_cached", "rotary_emb.sin_cached", "encoder.version", "decoder.version"),
+)
 # Parts of a quantised matrix, where config.json does not say that it is one.
 QUANTISED = (".qweight", ".qzeros", ".g_idx", ".SCB", ".weight_scale", ".absmax")
 # Tensors that a file may lack.
@@ -201,6 +204,24 @@ def convert_weights(
     return converted
 
 
+def untied_output(family: Family, config: ModelConfig, tensors: Tensors) -> str:
+    """Returns the output projection of a tied model that differs from the embedding, or "".
+
+    transformers keeps such a matrix, whatever tie_word_embeddings says.
+    """
+    if not config.tied or not config.lm_head:
+        return ""
+    found: dict[str, str] = {}
+    for name in tensors.shapes:
+        place = _place(family.table, _without(family.prefixes, name))[0]
+        if isinstance(place, Move) and len(place.ours) == 1:
+            found.setdefault(place.ours[0], name)
+    embedding, output = found.get("embedding.weight"), found.get("output.weight")
+    if embedding is None or output is None:
+        return ""
+    return "" if torch.equal(tensors.read(embedding), tensors.read(output)) else output
+
+
 def _require_fitting(
     expected: list[int] | None,
     move: Move,
@@ -290,7 +311,7 @@ def _shapes(config: ModelConfig) -> dict[str, list[int]]:
 
 def _place(table: Table, name: str) -> tuple[Move | NoPlace | None, dict[str, str]]:
     """Table entry of a tensor, and the values of its "#" and "*"."""
-    if name.endswith(CONSTANTS):
+    if f".{name}".endswith(CONSTANTS):
         return BUFFER, {}
     for old, new in OLD_NAMES.items():
         if name.endswith(old):

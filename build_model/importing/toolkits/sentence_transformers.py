@@ -8,7 +8,7 @@ head of its own.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ from torch import Tensor
 from transferry.build_model.importing.formats.tensors import Tensors
 from transferry.build_model.importing.formats.weight_files import open_weights
 from transferry.build_model.importing.huggingface.encoder_only import RANKS
-from transferry.build_model.importing.huggingface.folder import REMEDY, Settings
+from transferry.build_model.importing.huggingface.folder import CONFIG, REMEDY, Settings
+from transferry.build_model.importing.huggingface.settings_table import MODULE, READING, SENTENCE
 from transferry.build_model.model.config import HeadActivation, Pooling
 from transferry.runtime.bundle.head import HeadSettings
 from transferry.runtime.errors import InputError
@@ -25,7 +26,6 @@ from transferry.runtime.io.documents import read_document
 from transferry.runtime.settings import shown
 
 MODULES = "modules.json"
-SETTINGS = "config_sentence_transformers.json"
 # Of the Transformer: the first that there is.
 TRANSFORMER = tuple(
     f"sentence_{kind}_config.json"
@@ -72,7 +72,7 @@ class SentenceModules:
         dense: Tensors of the Dense modules, in order.
         settings: How texts are read; `longest` as the folder says, if it does.
         lower: Whether texts are lower-cased before the tokenizer reads them.
-        files: All settings that were read.
+        files: All settings that were read, with their keys in `settings_table`.
     """
 
     transformer: Path
@@ -80,7 +80,7 @@ class SentenceModules:
     dense: list[Tensors]
     settings: HeadSettings
     lower: bool
-    files: list[Settings] = field(default_factory=list)
+    files: list[tuple[str, Settings]] = field(default_factory=list)
 
     @property
     def table(self) -> dict[str, str]:
@@ -125,8 +125,14 @@ def _dense(number: int) -> str:
     return f"dense{number}"
 
 
-def read_sentence_transformers(folder: Path) -> SentenceModules | None:
+def read_sentence_transformers(
+    folder: Path, ignored: frozenset[str] = frozenset()
+) -> SentenceModules | None:
     """Reads the modules of a folder; None if it has no modules.json.
+
+    Args:
+        folder: The folder.
+        ignored: Settings that the user ignores.
 
     Raises:
         InputError: A file is missing or damaged, or a module or setting is not supported.
@@ -138,9 +144,9 @@ def read_sentence_transformers(folder: Path) -> SentenceModules | None:
     # Dropout is inactive outside of training.
     modules = [(kind, place) for kind, place in modules if kind != "Dropout"]
     kinds = [kind for kind, _ in modules]
-    texts = Settings.read(folder / SETTINGS, required=False)
+    texts = Settings.read(folder / SENTENCE, required=False, ignored=ignored)
     if texts.values.get("model_type") == "CrossEncoder" and kinds == ["Transformer"]:
-        return _cross_encoder(modules[0][1], texts)
+        return _cross_encoder(modules[0][1], texts, ignored)
     layers = kinds[2:-1] if kinds[-1:] == ["Normalize"] else kinds[2:]
     if kinds[:2] != ["Transformer", "Pooling"] or set(layers) - {"Dense"}:
         raise InputError(
@@ -148,25 +154,24 @@ def read_sentence_transformers(folder: Path) -> SentenceModules | None:
             f"imported; supported: {IN_ORDER}"
         )
     texts.only("model_type", "SentenceTransformer")
-    reading = _reading(modules[0][1], "feature-extraction")
-    files = [texts, reading]
+    reading = _reading(modules[0][1], "feature-extraction", ignored)
+    files = [(SENTENCE, texts), (READING, reading)]
     fields: dict[str, Any] = {"unit_length": kinds[-1] == "Normalize"}
     widths: list[int] = []
     activations: list[HeadActivation] = []
-    biases: list[bool] = []
-    dense: list[Tensors] = []
+    biases, dense = list[bool](), list[Tensors]()
     for kind, place in modules[1:]:
-        settings = Settings.read(place / "config.json", required=kind != "Normalize")
-        files.append(settings)
+        needed = kind != "Normalize"
+        settings = Settings.read(place / CONFIG, required=needed, ignored=ignored)
+        files.append((MODULE, settings))
         if kind == "Pooling":
             fields["pooling"] = _pooling(settings)
         if kind == "Dense":
             settings.only("use_residual", False)
             widths.append(settings.whole("out_features"))
             settings.whole("in_features")
-            activations.append(
-                settings.choice("activation_function", ACTIVATIONS, next(iter(ACTIVATIONS)))
-            )
+            usual = next(iter(ACTIVATIONS))
+            activations.append(settings.choice("activation_function", ACTIVATIONS, usual))
             biases.append(settings.flag("bias", True))
             dense.append(open_weights(place))
         for name in ("module_input_name", "module_output_name"):
@@ -176,25 +181,25 @@ def read_sentence_transformers(folder: Path) -> SentenceModules | None:
         "head_activations": tuple(activations),
         "head_biases": tuple(biases),
     }
-    longest, lower = _longest(reading), reading.flag("do_lower_case", False)
-    head = _settings(texts, longest)
+    head, lower = _settings(texts, _longest(reading)), reading.flag("do_lower_case", False)
     return SentenceModules(modules[0][1], fields, dense, head, lower, files)
 
 
-def _cross_encoder(transformer: Path, texts: Settings) -> SentenceModules:
+def _cross_encoder(transformer: Path, texts: Settings, ignored: frozenset[str]) -> SentenceModules:
     texts.only("model_type", "CrossEncoder")
-    texts.only("prompts", {})
-    reading = _reading(transformer, "sequence-classification")
+    reading = _reading(transformer, "sequence-classification", ignored)
     longest, lower = _longest(reading), reading.flag("do_lower_case", False)
     rank = texts.choice("activation_fn", RANKS, next(iter(RANKS)))
-    head = HeadSettings("classify", rank=rank, longest=longest)
-    return SentenceModules(transformer, {}, [], head, lower, [texts, reading])
+    head = replace(_settings(texts, longest), task="classify", rank=rank)
+    files = [(SENTENCE, texts), (READING, reading)]
+    return SentenceModules(transformer, {}, [], head, lower, files)
 
 
-def _reading(folder: Path, task: str) -> Settings:
+def _reading(folder: Path, task: str, ignored: frozenset[str]) -> Settings:
     """Returns how the Transformer reads texts."""
     found = [folder / name for name in TRANSFORMER if (folder / name).exists()]
-    reading = Settings.read(found[0]) if found else Settings(folder / TRANSFORMER[0], {})
+    path = found[0] if found else folder / READING
+    reading = Settings.read(path, required=False, ignored=ignored)
     for name in ("tokenizer_args", "processor_kwargs", "processing_kwargs"):
         reading.only(name, {})
     reading.only("transformer_task", task)

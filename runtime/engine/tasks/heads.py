@@ -191,12 +191,18 @@ class PairCall(EncoderCall):
     def prepare(self, rows: list[Any]) -> list[Any]:
         """Encodes texts and pairs."""
         pairs: list[Pair] = [row if isinstance(row, tuple) else (row, None) for row in rows]
-        encoded = encode_pairs(self.preprocessor, pairs, self.long_rows)
+        prompt = self.head.prompt(None)
+        prompted = [
+            (prompt + one if isinstance(one, str) and one.strip() else one, two)
+            for one, two in pairs
+        ]
+        encoded = encode_pairs(self.preprocessor, prompted, self.long_rows)
+        texts = [first if isinstance(first, str) else "" for first, _ in pairs]
         return [
-            WorkItem(PairRow(**vars(row), pair=second), len(row.ids))
+            WorkItem(PairRow(**vars(row) | {"text": text}, pair=second), len(row.ids))
             if row.error is None
-            else self.kind(row.text, row.tokens, second, error=row.error)
-            for row, (_, second) in zip(encoded, pairs, strict=True)
+            else self.kind(row.text and text, row.tokens, second, error=row.error)
+            for row, text, (_, second) in zip(encoded, texts, pairs, strict=True)
         ]
 
     def result(self, row: PairRow, found: Scores) -> Any:

@@ -35,7 +35,7 @@ from transferry.runtime.decoding.strategy import Request
 
 
 @pytest.mark.parametrize("early_stopping", [True, False, "never"])
-@pytest.mark.parametrize("length_penalty", [0.0, 0.6, 1.0, 2.0])
+@pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 0.6, 1.0, 2.0])
 @pytest.mark.parametrize("beam", [2, 3, 5])
 def test_beam_search_is_the_naive_one(
     beam: int, length_penalty: float, early_stopping: bool | Literal["never"]

@@ -47,7 +47,7 @@ def test_a_conflict_names_both_options(
     [
         *((name, 0) for name in ("beam", "n_best", "max_length")),
         *((name, -1) for name in ("min_length", "top_k", "no_repeat_ngram", "seed")),
-        *(("length_penalty", value) for value in (-0.1, math.nan, math.inf)),
+        *(("length_penalty", value) for value in (-10.1, math.nan, math.inf)),
         *(("temperature", 0.0), ("temperature", math.nan), ("top_p", 0.0), ("top_p", 1.1)),
         ("seed", 2**64),
     ],

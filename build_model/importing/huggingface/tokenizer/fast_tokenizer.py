@@ -28,6 +28,10 @@ from transferry.runtime.tokenizer.third_party import CLEANED, largest_id, panics
 
 TOKENIZER = "tokenizer.json"
 COPY = "copy it from the model that this one was trained from, or download it again"
+PARTS = (
+    *("version", "truncation", "padding", "added_tokens", "normalizer", "pre_tokenizer"),
+    *("post_processor", "decoder", "model"),
+)
 # The library makes a list of so many numbers; sixty times the largest vocabularies.
 MOST_ID = 1 << 24
 MOST_EXTRA = 1 << 16
@@ -163,6 +167,11 @@ def _made(pretrained: PretrainedFolder, content: bytes | None, origin: str) -> F
     file = None
     if content is not None:
         record = _object(pretrained.folder / TOKENIZER)
+        if others := sorted(record.keys() - PARTS):
+            raise InputError(
+                f"{origin}: expected the parts {', '.join(PARTS)}, found {others[0]}; save the "
+                "tokenizer with transformers"
+            )
         if (largest := largest_id(content)) > MOST_ID:
             raise ValueError(f"the id {largest}")
         file = Tokenizer.from_buffer(content)

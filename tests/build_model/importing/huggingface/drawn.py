@@ -409,7 +409,7 @@ class Drawn:
         checkpoint = PretrainedFolder(folder)
         family = FAMILIES[kind]
         self.shape = family.shape(checkpoint.config, checkpoint.names())
-        self.unread = checkpoint.config.unread()
+        self.settings = checkpoint.config
         converted = convert_weights(family, self.shape, checkpoint.tensors(), str(folder))
         self.ours = Transformer(self.shape)
         self.ours.load_state_dict(converted.state)

@@ -176,22 +176,21 @@ def test_a_sampling_default_stays_one(folder: Folder) -> None:
 
 
 @pytest.mark.parametrize("name", generation.UNSUPPORTED)
-def test_what_is_not_supported_is_told(name: str, folder: Folder) -> None:
-    _, left_out = generation_defaults(folder(**{name: 3}), SHAPES["encoder-decoder"])
-    assert left_out == {name: "3 (not supported: the answers may differ from generate's)"}
+def test_what_is_not_supported_is_refused(name: str, folder: Folder) -> None:
+    with pytest.raises(InputError, match=rf"{name} is 3, .* --ignore-setting {name}"):
+        generation_defaults(folder(**{name: 3}), SHAPES["encoder-decoder"])
     nothing = generation.UNSUPPORTED[name]
     assert generation_defaults(folder(**{name: nothing}), SHAPES["encoder-decoder"])[1] == {}
 
 
 def test_settings_that_lose_are_told(folder: Folder) -> None:
-    made = folder({"num_beams": 5, "max_length": 9}, max_new_tokens=99, max_length=9, zz=[1])
+    made = folder({"num_beams": 5, "max_length": 9}, max_new_tokens=99, max_length=9)
     fields, left_out = generation_defaults(made, SHAPES["decoder-only"])
     assert fields == {"early_stopping": False, "max_length": 64}
     assert left_out == {
         "config.json: num_beams": "5 (of before the other file)",
         "max_length": "9 (max_new_tokens takes its place)",
         "max_new_tokens": "99 (limited to the 64 positions of the model)",
-        "zz": "[1] (unknown)",
     }
 
 
@@ -203,8 +202,8 @@ def test_settings_that_lose_are_told(folder: Folder) -> None:
         ("max_new_tokens", 0),
         ("max_length", "20"),
         ("early_stopping", "soon"),
-        ("do_sample", 1),
-        ("length_penalty", -1.0),
+        ("do_sample", 2),
+        ("length_penalty", -11.0),
         ("temperature", 0.0),
         ("repetition_penalty", 0.0),
         ("top_p", 1.5),

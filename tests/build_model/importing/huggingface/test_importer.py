@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -195,19 +196,27 @@ def test_tensors_are_counted_while_they_are_copied(made: Makes) -> None:
     assert total > 20
 
 
-def test_what_is_not_used_is_told(copied: Copies, tmp_path: Path) -> None:
+def test_what_has_no_effect_is_told_and_an_unknown_setting_refused(
+    copied: Copies, tmp_path: Path
+) -> None:
     theirs, said = copied("llama"), list[str]()
     change(theirs / "config.json", attention_dropout=0.1, initializer_range=0.02, novelty="x" * 99)
-    change(theirs / "tokenizer_config.json", model_max_length=512, sp_model_kwargs={}, added=None)
-    import_pretrained(theirs, tmp_path / "run", say=said.append)
-    (line,) = [line for line in said[0].splitlines() if line.startswith("not used: ")]
-    config, tokenizer = line.removeprefix("not used: ").split("; tokenizer_config.json: ")
-    assert {"attention_dropout 0.1", "initializer_range 0.02"} <= set(config.split(", "))
-    assert f'novelty "{"x" * 39}…' in config
+    change(theirs / "tokenizer_config.json", model_max_length=12, sp_model_kwargs={}, added=None)
+    message = r"config\.json: .* found novelty \(\"x+\), .* add --ignore-setting novelty"
+    with pytest.raises(InputError, match=message):
+        import_pretrained(theirs, tmp_path / "run")
+    import_pretrained(theirs, tmp_path / "run", ignored=["novelty"], say=said.append)
+    config, ignored, tokenizer = said[0].splitlines()[-3:]
+    for name in ("attention_dropout", "initializer_range"):
+        assert re.search(rf"{name}[^;]*\(of training\)", config)
     assert "hidden_size" not in config
-    assert "model_max_length 512" in tokenizer
-    assert "sp_model_kwargs {}" in tokenizer
-    assert "added null" not in tokenizer
+    assert ignored == f'config.json, ignored by --ignore-setting: novelty "{"x" * 39}…'
+    assert 'ignore_setting = ["novelty"]' in (tmp_path / "run" / "settings.toml").read_text()
+    assert "sp_model_kwargs (not read by the class of the tokenizer" in tokenizer
+    assert "added" not in tokenizer
+    assert load_tokenizer(tmp_path / "run").special.longest == 12
+    with pytest.raises(UsageError, match="other, which no file has"):
+        read_pretrained(theirs, ignored=["novelty", "other"])
 
 
 def test_several_end_tokens_are_kept_in_their_order(copied: Copies, tmp_path: Path) -> None:
@@ -216,9 +225,14 @@ def test_several_end_tokens_are_kept_in_their_order(copied: Copies, tmp_path: Pa
     import_pretrained(theirs, tmp_path / "run")
     special = load_tokenizer(tmp_path / "run").special
     assert (special.ends, special.ids() & {5}) == ((7, 2, 5), set())
-    for ids, found in (([2, 10**6], "10{6}"), (10**6, "10{6}"), ([2, -1], "-1"), ([2, "x"], "'x'")):
+    for ids, ends in (([7, 10**6], (7,)), (10**6, (2,)), ([7, -1], (7,)), (-1, (2,))):
         change(theirs / "generation_config.json", eos_token_id=ids)
-        with pytest.raises(InputError, match=rf"eos_token_id must be .*, found {found}"):
+        found = read_pretrained(theirs)
+        assert found.tokenizer.special.ends == ends
+        assert any("left out, being no token" in note for note in found.notes)
+    for wrong in ([2, "x"], [-3]):
+        change(theirs / "generation_config.json", eos_token_id=wrong)
+        with pytest.raises(InputError, match=r"eos_token_id must be .*, found ('x'|-3)"):
             read_pretrained(theirs)
 
 
