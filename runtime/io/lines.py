@@ -31,7 +31,7 @@ PACKED = {
     ".xz": rb"\xfd7zXZ\0",
 }
 # Bytes of a line: a longer one is an error, and not held.
-MOST_LINE = 1 << 24
+MOST_LINE = 1 << 23
 PIPE_SECONDS = 3.0  # how long a named pipe may lack a writer
 _MARKS = {
     codecs.BOM_UTF32_LE: "utf-32-le",
@@ -242,13 +242,13 @@ class _Frames(io.RawIOBase):
         while not self._ready:
             piece = b""
             if self._frame.eof:
-                piece = self._frame.unused_data.lstrip(b"\0") or self._packed.read(512)
+                piece = self._frame.unused_data.lstrip(b"\0") or self._packed.read(256)
                 if not piece:
                     return 0
                 self._frame = self._new()
             elif getattr(self._frame, "needs_input", True):
-                # Little input at a time: half a kilobyte of zstd can become 16 MB.
-                piece = self._packed.read(512)
+                # Little input at a time: 256 bytes of zstd can become 8 MB.
+                piece = self._packed.read(256)
                 if not piece:
                     raise EOFError("it ends within a frame")
             try:

@@ -11,8 +11,10 @@ from typing import Any
 
 from transferry.runtime.engine.result import RowError
 from transferry.runtime.errors import InputError, UsageError, install_command
+from transferry.runtime.io.lines import MOST_LINE, LongLine
 from transferry.runtime.jobs.formats.cells import has_nul, to_json
 from transferry.runtime.jobs.formats.detection import Dialect
+from transferry.runtime.jobs.formats.pages import require_small_pages
 from transferry.runtime.jobs.formats.remote_file import RemoteFile, Source
 from transferry.runtime.jobs.formats.rows import Fields, InputRow, RowReader, layout_of, unique
 from transferry.runtime.jobs.formats.sources import Steady
@@ -61,6 +63,8 @@ class ParquetReader(ColumnarReader):
     ) -> None:
         self._steady = Steady(path)
         with opened_parquet(self._steady) as file:
+            if isinstance(path, Path):
+                require_small_pages(path, file.metadata)
             schema = file.schema_arrow
             groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
             self.groups = [group.num_rows for group in groups]
@@ -113,6 +117,24 @@ def _fields(batch: Any) -> Iterator[tuple[Fields | RowError, bytes]]:
         else:
             yield RowError("undecodable", str(error)), batch.serialize().to_pybytes()
         return
+    if batch.nbytes > MOST_LINE:
+        for place in range(batch.num_rows):
+            yield from _long(batch.slice(place, 1))
+        return
+    yield from _short(batch)
+
+
+def _long(row: Any) -> Iterator[tuple[Fields | RowError, bytes]]:
+    """Yields a row, or an error if it is too long to be held with others."""
+    if row.nbytes <= MOST_LINE:
+        yield from _short(row)
+        return
+    # Its content decides no byte of the output, so it is not copied for a hash.
+    line = LongLine(b"%d" % row.nbytes)
+    yield RowError("malformed", line.fault()), line
+
+
+def _short(batch: Any) -> Iterator[tuple[Fields | RowError, bytes]]:
     for values in zip(*map(_values, batch.columns), strict=True):
         fields = dict(zip(batch.schema.names, values, strict=True))
         raw = to_json(values).encode()

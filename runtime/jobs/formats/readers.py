@@ -249,28 +249,30 @@ class _Record:
     """Text lines for csv.reader, with the bytes of those that it took since the last record."""
 
     def __init__(self, lines: Iterator[bytes], encoding: str) -> None:
-        self.lines: list[bytes] = []
-        self._source, self._encoding, self._size = lines, encoding, 0
+        self.lines, self._raw, self._line = 0, bytearray(), b""
+        self._source, self._encoding = lines, encoding
 
     def __iter__(self) -> Iterator[str]:
         return self
 
     def __next__(self) -> str:
-        line = next(self._source)
-        self.lines.append(line)
-        self._size += len(line)
-        if self._size > MOST_LINE and len(self.lines) > 1:
+        line = self._line = next(self._source)
+        self.lines += 1
+        self._raw += line
+        if isinstance(line, LongLine) and self.lines == 1:
+            return ""
+        if isinstance(line, LongLine) or len(self._raw) > MOST_LINE:
             raise csv.Error("a record longer than a row may be, or an unclosed quotation mark")
         # Bytes that are not text are found in _cells, once it is known which row has them.
-        return "" if isinstance(line, LongLine) else line.decode(self._encoding, "replace")
+        return line.decode(self._encoding, "replace")
 
     def taken(self) -> bytes:
         """Returns the bytes of a record, and begins the next."""
-        lines, self.lines = self.lines, []
-        long, self._size = self._size > MOST_LINE, 0
-        if len(lines) == 1:
-            return lines[0]
-        return LongLine.of(lines) if long else b"".join(lines)
+        raw, self._raw = bytes(self._raw), bytearray()
+        single, self.lines = self.lines == 1, 0
+        if single:
+            return self._line
+        return LongLine.of([raw]) if len(raw) > MOST_LINE else raw
 
 
 class _CsvReader(_TsvReader):
@@ -287,8 +289,7 @@ class _CsvReader(_TsvReader):
             except StopIteration:
                 return
             except csv.Error as error:
-                taken = record.lines
-                over = f" in a record over {len(taken)} lines" if len(taken) > 1 else ""
+                over = f" in a record over {record.lines} lines" if record.lines > 1 else ""
                 cells = RowError("malformed", f"expected CSV{over}, found: {error}")
             yield _Line(record.taken(), cells)
 

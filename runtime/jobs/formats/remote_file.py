@@ -77,7 +77,7 @@ class RemoteFile:
         """
         with _told(self.url):
             if self._is_http:
-                from transferry.runtime.jobs.formats.http_file import HttpFile
+                from transferry.runtime.io.http_file import HttpFile
 
                 yield io.BufferedReader(HttpFile(self.url, str(self)), 1 << 18)
                 return
