@@ -22,7 +22,7 @@ from transferry.export.checks.claims import (
 from transferry.export.checks.graphs import Fresh, fresh_graphs, graphs_claim
 from transferry.export.checks.numbers import numbers
 from transferry.export.checks.positions import positions
-from transferry.export.checks.scores import scores
+from transferry.export.checks.scores import WRITTEN, scores, written
 from transferry.export.checks.searches import Text, served_searches
 from transferry.export.checks.task_metrics import task_metrics
 from transferry.export.checks.texts import feeding, given_answers, readings
@@ -199,6 +199,8 @@ class Verification:
             found += self._searches()
         elif text.sources:
             found.append(readings(subject, oracle, text.sources, subject.checkpoint.head))
+        engine = Engine(bundle, subject.model)
+        found.append(claim(WRITTEN, lambda: [written(engine, self.request.texts)]))
         if self.request.cross_check:
             found += cross_checks(oracle, subject.model, bundle)
         return found

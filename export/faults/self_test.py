@@ -18,6 +18,7 @@ from transferry.export.checks.claims import (
 )
 from transferry.export.checks.graphs import Fresh, graphs_claim
 from transferry.export.checks.numbers import numbers
+from transferry.export.checks.scores import WRITTEN, rounded, written
 from transferry.export.checks.searches import Text, served_searches
 from transferry.export.checks.texts import feeding, given_answers, readings
 from transferry.export.checks.weights import weights_claim
@@ -43,6 +44,7 @@ from transferry.export.subject.bundle_copy import BundleCopy
 from transferry.export.subject.subject import Observable
 from transferry.runtime.bundle.specs import ONE_GRAPH, PORTABLE
 from transferry.runtime.decoding.search import search
+from transferry.runtime.engine.engine import Engine
 from transferry.runtime.errors import ParityError, ProviderError
 from transferry.runtime.io.folders import temporary_folder
 from transferry.runtime.ort.session import SessionOptions, open_session, require_provider
@@ -59,6 +61,7 @@ LONGEST_SOURCE = 13  # of the cases of several rows
 # `Tolerance`: if that became too wide, no fault would seem to change an answer any more.
 ROUNDING = 8.0
 FELL_BACK = "a provider that fell back"
+ROUNDED = "a writer that rounds"
 
 
 def faults_of(copy: BundleCopy) -> list[Fault]:
@@ -92,6 +95,7 @@ def self_test(
     """
     variant = subject.variant
     planted = [_fallen_back(subject.bundle.graph(next(iter(variant.graphs.values()))))]
+    planted.append(_rounding_writer(Engine(subject.bundle, subject.model)))
     test = BundleTest(subject, oracle.remembering(), sources, fresh)
     with temporary_folder() as folder:
         parts: list[tuple[Gate[BundleSubject], list[Fault]]] = []
@@ -109,8 +113,9 @@ def self_test(
                 )
             honest.restore()
             parts.append((gate, (one_graph_faults if whole else faults_of)(honest)))
-        total = 1 + sum(len(faults) for _, faults in parts)
-        done(1, total)
+        total = len(planted) + sum(len(faults) for _, faults in parts)
+        for number in range(len(planted)):
+            done(number + 1, total)
         for gate, faults in parts:
             for found in gate.plant(faults, folder / "copy"):
                 planted += [] if found is None else [found]
@@ -128,6 +133,12 @@ def _fallen_back(graph: Path) -> PlantedFault:
         caught = "session"
     where = f"{graph.parent.name}/{graph.name} on the CPU, cuda requested"
     return PlantedFault(FELL_BACK, where, True, caught)
+
+
+def _rounding_writer(engine: Engine) -> PlantedFault:
+    """Writes the engine's results rounded to 6 decimals, and compares the files with them."""
+    caught = WRITTEN if written(engine, (), rounded).problem else ""
+    return PlantedFault(ROUNDED, "scores and vectors rounded to 6 decimals", True, caught)
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ def _claims(report: ParityReport) -> list[str]:
     wrong = [f"  {item.name}: {item.problem}" for item in report.claims if item.problem]
     held = f"{len(report.claims) - len(wrong)} of {len(report.claims)}"
     if "variant" in report.settings:
-        return [f"Manifest: {held} claims match the checkpoint", *wrong]
+        return [f"Manifest and files: {held} claims hold", *wrong]
     return [f"Declared types and shapes: {held} correct", *wrong]
 
 

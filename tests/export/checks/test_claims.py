@@ -173,5 +173,5 @@ def test_a_wrong_claim_fails_the_verification(checkpoint: Checkpoint, bundle: Bu
     assert report.tolerance == Tolerance()
     named = [line.partition(":")[0] for line in report.faults]
     assert named == ["generation defaults", "variant portable"]
-    assert "4 of 6 claims match the checkpoint" in report_text(report)
-    assert len(report.to_dict()["claims"]) == 6
+    assert "5 of 7 claims hold" in report_text(report)
+    assert len(report.to_dict()["claims"]) == 7
