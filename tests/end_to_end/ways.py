@@ -288,7 +288,8 @@ class FillMask(Encode):
         return f"{text} [MASK]"
 
     def answer(self, text: str) -> Answer:
-        ids = self.tokenizer(text, split_special_tokens=True).input_ids
+        # The mask's token does not take in the blank before it.
+        ids = self.tokenizer(f"{text} ", split_special_tokens=True).input_ids
         ids.insert(-1, self.tokenizer.mask_token_id)
         self.require_room(ids)
         model = self.model
