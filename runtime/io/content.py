@@ -66,4 +66,4 @@ def _is_binary(head: bytes, encoding: str) -> bool:
     known = any(re.match(pattern, head) for pattern in _KINDS)
     if known and (not is_text or _CONTROLS.search(head) or head.startswith(b"%PDF-")):
         return True
-    return nuls > 0 and (not is_text or nuls * 4 >= len(head) or bool(_CONTROLS.search(head)))
+    return nuls > 0 and (not is_text or nuls * 5 >= len(head) * 2 or bool(_CONTROLS.search(head)))
