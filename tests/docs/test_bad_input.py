@@ -264,6 +264,7 @@ SPOILERS: dict[str, Spoiler] = {
     "setting that is not imported": lambda place: import_of(
         place, activation_function="tanhshrink"
     ),
+    "setting that is unknown": lambda place: import_of(place, novelty=1),
     "quantised checkpoint": lambda place: import_of(
         place, quantization_config={"quant_method": "gptq"}
     ),

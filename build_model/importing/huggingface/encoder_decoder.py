@@ -216,6 +216,11 @@ def _t5_shape(config: Settings, names: set[str]) -> ModelConfig:
     # Settings that transformers writes beside it, and follows where they differ.
     config.only("dense_act_fn", "gelu_new" if unit == "gated-gelu" else unit.split("-")[-1])
     config.only("is_gated_act", unit.startswith("gated-"))
+    buckets = config.whole("relative_attention_num_buckets", 32)
+    distance = config.whole("relative_attention_max_distance", 128)
+    if distance <= buckets // 2:  # transformers fails on longer texts
+        name = "relative_attention_max_distance"
+        config.refuse(name, distance, f"more than half of the {buckets} buckets")
     # T5 1.1 does not scale its output, as the file's tie_word_embeddings says; mT5 never does.
     scaled = config.flag("tie_word_embeddings", True)
     scaled = config.flag("scale_decoder_outputs", scaled) and not multilingual
@@ -234,8 +239,8 @@ def _t5_shape(config: Settings, names: set[str]) -> ModelConfig:
         bias=False,
         scale_embedding=False,
         attention_divisor=1.0,
-        relative_buckets=config.whole("relative_attention_num_buckets", 32),
-        relative_distance=config.whole("relative_attention_max_distance", 128),
+        relative_buckets=buckets,
+        relative_distance=distance,
         scale_output=scaled,
     )
 

@@ -95,6 +95,10 @@ WITHOUT_EFFECT: Mapping[str, Mapping[str, str]] = {
         "padding is masked, so answers do not depend on it": (
             "pad_to_max_length pad_to_multiple_of pad_token_type_id padding padding_side"
         ),
+        "in the tokenizer that transformers makes, which is kept": (
+            "continuing_subword_prefix end_of_word_suffix initial_alphabet tokenizer_padding "
+            "tokenizer_truncation unk_id"
+        ),
         "read at a call of the tokenizer alone": (
             "max_length response_schema response_template return_attention_mask "
             "return_token_type_ids stride truncation truncation_strategy verbose"

@@ -257,7 +257,7 @@ def test_total_lengths_are_theirs(search: str, models: dict[str, Any]) -> None:
     assert 9 < min(lengths) < 13
 
 
-@pytest.mark.parametrize("penalty", [0.0, 1.0, 3.0])
+@pytest.mark.parametrize("penalty", [-1.0, 1.0, 3.0])
 @pytest.mark.parametrize("early", [True, False, "never"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_of_early_stopping_is_theirs(

@@ -249,7 +249,7 @@ def t5(draw: Draw) -> dict[str, Any]:
         "num_decoder_layers": draw.choice([None, 1]),
         "num_heads": draw.choice([2, 4]),
         "relative_attention_num_buckets": draw.choice([8, 32]),
-        "relative_attention_max_distance": draw.choice([16, 128]),
+        "relative_attention_max_distance": draw.choice([20, 128]),
         "feed_forward_proj": draw.choice(["relu", "gated-gelu", "gated-silu", "gelu"]),
         "tie_word_embeddings": draw.choice([True, False]),
         "decoder_start_token_id": 0,
