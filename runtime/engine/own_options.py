@@ -39,6 +39,10 @@ class OwnOptions:
         own = {name: value for name, value in settings if name not in given}
         if given.get("sample") is False or given.get("beam", 1) > 1:
             own = {name: own[name] for name in own if name not in (*OF_SAMPLING, "sample")}
+        n_best, beam = own.get("n_best", 1), given.get("beam", default.beam)
+        if n_best > beam and not own.get("sample", given.get("sample", default.sample)):
+            needed = "a temperature above 0, since greedy search has one answer"
+            return RowError("settings", f"n = {n_best} needs {needed}; give one, or leave n out")
         if "max_length" in own:  # which may be generous
             own["max_length"] = min(own["max_length"], self.engine.max_positions)
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import csv
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -114,7 +115,7 @@ def test_every_row_has_its_own_settings(writer: Engine, tmp_path: Path) -> None:
         ({**drawn, "seed": 3}, {"temperature": 0.8, "sample": True, "seed": 3, "max_length": 6}),
         ({**drawn, "seed": 9, "n": 3}, {"n_best": 3, "seed": 9, "temperature": 0.8}),
         ({**drawn, "top_p": 0.5}, {"temperature": 0.8, "top_p": 0.5}),
-        ({"max_tokens": 5, "min_tokens": 5}, {"max_length": 5, "min_length": 5}),
+        ({"max_tokens": 5.0, "min_tokens": 5}, {"max_length": 5, "min_length": 5}),
         ({"max_tokens": 4, "temperature": 0, "top_p": 0.1, "seed": 1}, {"max_length": 4}),
     ]
     for options in (one for _, one in settings if "temperature" in one):
@@ -205,7 +206,7 @@ def test_embeddings(reader: Engine, tmp_path: Path) -> None:
         *(asked(texts, VECTOR, dimensions=size) for size in (3, 10_000)),
         *(asked("", VECTOR), asked([[10**6]], VECTOR)),
     ]
-    task = "--task", "embed"
+    task = "--task", "embed", "--canary", "1/1"
     found = answered(tmp_path, reader.bundle.folder, lines(VECTOR, *rows), *task, code=6)
     vectors = np.stack([each.vector for each in reader.embed(texts)])
     read = [
@@ -230,6 +231,35 @@ def test_embeddings(reader: Engine, tmp_path: Path) -> None:
         assert [repr(number) for number in vector] == [str(number) for number in row]
 
 
+def test_jobs_are_resumed_and_parted(writer: Engine, tmp_path: Path) -> None:
+    settings: list[Body] = [{"seed": 2, "temperature": 1.0}, {}, {"n": 2, "temperature": 0.7}]
+    rows = lines(
+        TEXT, *[asked(["the cat", "x"], max_tokens=3, **settings[n % 3]) for n in range(8)]
+    )
+    rows[5]["body"]["prompt"] = ""
+    bundle, out = writer.bundle.folder, tmp_path / "resumed.jsonl"
+    whole = answered(tmp_path, bundle, rows, code=6)
+    run: list[str | Path] = ["run", bundle, tmp_path / "in.jsonl", "--format-in", "openai"]
+    run += ["--chunk-rows", "2"]
+    stopped = call(*run, "-o", out, "--max-errors", "0")
+    assert "4 of 8 rows are saved" in stopped.stderr
+    assert call(*run, "-o", out).exit_code == 6
+    assert out.read_bytes() == (tmp_path / "out.jsonl").read_bytes()
+    parts = [tmp_path / f"{n}.jsonl" for n in (1, 2)]
+    for n, part in enumerate(parts, start=1):
+        call(*run, "-o", part, "--partition", f"{n}/2")
+    call("merge", *parts, "-o", tmp_path / "merged.jsonl")
+    assert (tmp_path / "merged.jsonl").read_bytes() == out.read_bytes()
+    table = tmp_path / "single.csv"
+    rows = lines(TEXT, *[asked("the cat", max_tokens=3, **each) for each in settings])
+    (tmp_path / "in.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert call(*run, "-o", table).exit_code == 0
+    with table.open(newline="") as file:
+        listed = [row["n_best"] and len(json.loads(row["n_best"])) for row in csv.DictReader(file)]
+    assert listed == ["", "", 2]
+    assert len(whole) == 8
+
+
 def test_error_and_response_exclude_each_other(writer: Engine, tmp_path: Path) -> None:
     rows: list[Any] = [
         *lines(TEXT, asked("the cat", max_tokens=3), asked("", max_tokens=3)),
@@ -245,7 +275,7 @@ def test_error_and_response_exclude_each_other(writer: Engine, tmp_path: Path) -
     errors = [body["error"] for body in bodies([found[place] for place in (1, 2, 3, 5)])]
     assert [each["code"] for each in errors] == ["empty", "malformed", "settings", "settings"]
     assert {tuple(each) for each in errors} == {("message", "type", "param", "code")}
-    assert errors[-1]["message"].startswith("n=3 is more than")
+    assert errors[-1]["message"].startswith("n = 3 needs a temperature above 0")
     assert [found[place]["error"]["code"] for place in (4, 6)] == ["malformed"] * 2
 
 

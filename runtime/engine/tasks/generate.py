@@ -156,7 +156,7 @@ class Generate(Task):
 
     def __init__(self, engine: OpenBundle, options: GenerateOptions, layout: Layout) -> None:
         super().__init__(engine, options, layout)
-        tokenizer = engine.bundle.tokenizer
+        self.tokenizer = tokenizer = engine.bundle.tokenizer
         options.require(tokenizer)
         chosen = dict(options.generation)
         if options.suppress:
@@ -217,6 +217,8 @@ class Generate(Task):
         if isinstance(options, RowError):
             return options
         kind = request.kind or self.chosen.prompt_kind
+        if kind == "messages" and self.tokenizer.chat is None:
+            return RowError("prompt", "the bundle has no chat template; ask /v1/completions")
         sources = [self._source(replace(row, text=each), kind) for each in request.inputs]
         # Samples of the inputs of a row differ.
         asked = [Asked(each, options, row.number + i * PIECE) for i, each in enumerate(sources)]

@@ -222,6 +222,8 @@ def _settings(body: dict[str, Any]) -> dict[str, Any]:
         if name not in body:
             continue
         value = body.pop(name)
+        if kind is int and isinstance(value, float) and value.is_integer():
+            value = int(value)
         texts = not isinstance(value, list) or all(isinstance(each, str) for each in value)
         if not isinstance(value, kind) or isinstance(value, bool) or not texts:
             raise UsageError(f"{name} cannot be {shown(value)}")
