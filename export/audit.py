@@ -105,6 +105,7 @@ def audit(
         "rows": len(work.text.sources),
         "batch_rows": BATCH,
         "padding": ", ".join(subject.paddings),
+        "compared": "graphs" if subject.beside is None else subject.beside.examined[1],
         "text_sha256": hashlib.sha256("\n".join(texts).encode()).hexdigest(),
     }
     tokenizer, budget = subject.checkpoint.tokenizer, PRECISIONS[precision].task
@@ -210,6 +211,8 @@ class Audit:
             yield from passages(subject, self.oracle, texts)
         yield from independence(subject, texts[:MOST_ALONE], subject.paddings)
         yield claim("declared", lambda: [declared(subject.model.graphs)])
+        if (beside := subject.beside) is not None:
+            yield claim("files beside the graphs", lambda: beside.examined[0])
 
     def searches(self, subject: ForeignFolder) -> list[Check]:
         """Returns checks of greedy and beam search, alone and in padded batches."""
@@ -261,7 +264,8 @@ class Audit:
         truths = cache(lambda: honest_truths(brief.oracle, subject.model, brief.unseen))
 
         def changed(copy: ForeignFolder) -> bool:
-            return differs(copy.model, truths(), rounding_of(precision))
+            files = [each.beside and each.beside.contents() for each in (copy, subject)]
+            return files[0] != files[1] or differs(copy.model, truths(), rounding_of(precision))
 
         return Gate(subject, brief.checks, changed, faults=True)
 
@@ -282,7 +286,8 @@ def with_faults(
     if not report.passed:
         untried = {"planted faults": "none, since the graphs fail as they are"}
         return replace(report, settings={**report.settings, **untried})
-    faults, planted = foreign_faults(), []
+    beside = gate.subject.beside
+    faults, planted = foreign_faults(beside is not None and beside.reference is not None), []
     with temporary_folder() as folder:
         results = replace(gate, atol=planting.atol).plant(faults, folder / "copy")
         for number, found in enumerate(results, start=1):

@@ -274,7 +274,7 @@ Examples:
 @option(
     "--precision",
     type=click.Choice([name for name, row in PRECISIONS.items() if not row.weights_only]),
-    help="Precision to judge the graphs by. Default: from the operators.",
+    help="Precision to judge the graphs by. Default: from operators and stored weights.",
 )
 @option(
     "--padding",
@@ -310,7 +310,8 @@ def audit(graphs: Path, reference: str, **options: Any) -> None:
     FOLDER is a folder of optimum or of onnxruntime-genai's builder, or one ONNX file. The audit
     compares tensors with torch in float64 over a sweep of sizes, tokens of greedy and beam search
     on --text, and each row with itself in padded batches. Sizes that do not run, outputs that
-    differ from their declaration and runs that differ are faults too.
+    differ from their declaration and runs that differ are faults too, as are other tokenizers,
+    labels and generation settings beside the graphs than in --reference.
     """
     if options["atol"] is not None and not options["plant"]:
         raise UsageError("--atol has no effect without --plant")
@@ -318,6 +319,7 @@ def audit(graphs: Path, reference: str, **options: Any) -> None:
     from transferry.export.audit import audit as audited
     from transferry.export.audit_function import audit_function
     from transferry.export.report.write import write_report
+    from transferry.export.subject.beside import beside_graphs
     from transferry.export.subject.foreign import ForeignFolder
     from transferry.export.subject.function import FunctionGraph, called
     from transferry.export.subject.layout import read_layout, read_whole
@@ -343,7 +345,8 @@ def audit(graphs: Path, reference: str, **options: Any) -> None:
         else:
             layout = read_layout(graphs, options["names"], options["suffix"])
             trained = load_reference(Path(reference))
-            folder = ForeignFolder(layout, session, trained, options["paddings"])
+            beside = beside_graphs(graphs, Path(reference), texts)
+            folder = ForeignFolder(layout, session, trained, options["paddings"], beside)
             chosen = {"precision": options["precision"], "planting": planting}
             report = audited(graphs, folder, texts, **chosen, done=show_phase)
     show_report(report, as_json=options["as_json"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -212,11 +213,64 @@ FAULTS: dict[str, Plant] = {
 }
 
 
-def foreign_faults() -> list[Fault]:
-    """Returns every kind of fault; a graph without a place for one is left as it is."""
+def foreign_faults(beside: bool) -> list[Fault]:
+    """Returns every kind of fault; a graph without a place for one is left as it is.
+
+    Args:
+        beside: Whether the files beside the graphs are compared, and get faults too.
+    """
+    files = BESIDE if beside else {}
     return [
-        Fault(kind, partial(_planted, plant, kind == SWAPPED)) for kind, plant in FAULTS.items()
+        *(Fault(kind, partial(_planted, plant, kind == SWAPPED)) for kind, plant in FAULTS.items()),
+        *(Fault(kind, partial(_rewritten, *change)) for kind, change in files.items()),
     ]
+
+
+def _rewritten(name: str, change: Callable[[dict[str, Any]], str | None], copy: GraphCopy) -> Any:
+    """Plants a fault in a JSON file beside the graphs."""
+    path = copy.folder / name
+    if not path.is_file():
+        return None
+    settings = json.loads(path.read_bytes())
+    if (where := change(settings)) is not None:
+        copy.touched.add(name)
+        path.write_text(json.dumps(settings), encoding="utf-8")
+    return where
+
+
+def _swapped_ids(settings: dict[str, Any]) -> str | None:
+    vocabulary = settings.get("model", {}).get("vocab", {})
+    if not isinstance(vocabulary, dict) or len(vocabulary) < 2:
+        return None
+    first, second = sorted(vocabulary, key=vocabulary.__getitem__)[-2:]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    return f"{first!r} and {second!r} of tokenizer.json"
+
+
+def _another_id(name: str, settings: dict[str, Any]) -> str | None:
+    if type(old := settings.get(name)) is not int:
+        return None
+    settings[name] = old - 1 if old else old + 1
+    return f"{name} {settings[name]} in the place of {old}"
+
+
+def _swapped_labels(settings: dict[str, Any]) -> str | None:
+    labels = settings.get("id2label", {})
+    if len(labels) < 2:
+        return None
+    first, second = sorted(labels)[:2]
+    labels[first], labels[second] = labels[second], labels[first]
+    return f"{labels[second]!r} and {labels[first]!r} of config.json"
+
+
+# File and change of each fault beside the graphs.
+BESIDE: dict[str, tuple[str, Callable[[dict[str, Any]], str | None]]] = {
+    "two ids of the tokenizer swapped": ("tokenizer.json", _swapped_ids),
+    "another end token": ("generation_config.json", partial(_another_id, "eos_token_id")),
+    "another end token of the model": ("config.json", partial(_another_id, "eos_token_id")),
+    "another padding token": ("config.json", partial(_another_id, "pad_token_id")),
+    "two labels swapped": ("config.json", _swapped_labels),
+}
 
 
 def _planted(plant: Plant, later: bool, copy: GraphCopy) -> str | None:

@@ -16,7 +16,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from transferry.build_model.model.config import ModelConfig
-from transferry.export.subject.folder_copy import FolderCopy
+from transferry.export.subject.subject import FolderCopy
 from transferry.export.trace.store import SMALLEST, store
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.manifest import MANIFEST

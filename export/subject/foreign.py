@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.export.oracle.cases import random_case
+from transferry.export.subject.beside import Beside
 from transferry.export.subject.decoder import ForeignDecoder, Padding
 from transferry.export.subject.encoder import ForeignEncoder
 from transferry.export.subject.graph_copy import GraphCopy
@@ -35,7 +36,10 @@ class GraphsSubject(CopiedSubject[Any]):
     Attributes:
         layout: The graphs.
         session: How they run.
+        beside: The files beside the graphs; None leaves them out.
     """
+
+    beside: Beside | None = None
 
     def __init__(self, layout: Layout, session: SessionOptions) -> None:
         self.layout, self.session = layout, session
@@ -75,10 +79,11 @@ class ForeignFolder(GraphsSubject):
         session: SessionOptions,
         checkpoint: Checkpoint,
         paddings: Sequence[Padding] = (),
+        beside: Beside | None = None,
     ) -> None:
         """Takes the sides that the reference can have by default."""
         super().__init__(layout, session)
-        self.checkpoint = checkpoint
+        self.checkpoint, self.beside = checkpoint, beside
         self.paddings = [*paddings] or default_paddings(checkpoint)
 
     @property
@@ -139,8 +144,10 @@ class ForeignFolder(GraphsSubject):
 
     def reopened(self, folder: Path) -> ForeignFolder:
         """Returns the graphs of a copy beside the same reference."""
-        layout = self.layout.moved(folder)
-        return ForeignFolder(layout, self.session, self.checkpoint, self.paddings)
+        layout, beside = self.layout.moved(folder), self.beside
+        if beside is not None and beside.folder == self.layout.decoder.path.parent:
+            beside = replace(beside, folder=folder)
+        return ForeignFolder(layout, self.session, self.checkpoint, self.paddings, beside)
 
     def tried(self) -> Sequence[NDArray[Any]]:
         """Returns the outputs on an unpadded input of random tokens."""

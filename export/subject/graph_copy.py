@@ -6,8 +6,8 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from transferry.export.subject.folder_copy import FolderCopy
 from transferry.export.subject.layout import GraphFile, Layout
+from transferry.export.subject.subject import FolderCopy
 
 PLANTED = "planted.bin"  # the weights of a large graph that was edited
 LARGE = 1 << 30  # bytes of weights from which on they lie beside the graph

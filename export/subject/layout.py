@@ -45,6 +45,7 @@ CTRANSLATE2 = "model.bin"  # its file of weights
 BITS = "MatMulNBits"
 PACKED = {BITS: 1, "GatherBlockQuantized": 0}
 LINEAR = frozenset({"QuantizeLinear", "DequantizeLinear"})
+EIGHT_BITS = frozenset({ir.DataType.INT8, ir.DataType.UINT8})
 FOUR_BITS = frozenset({ir.DataType.INT4, ir.DataType.UINT4})
 # Operators whose products are of integers.
 PRODUCTS = frozenset(
@@ -174,9 +175,24 @@ def _precisions(path: Path) -> Iterator[str]:
         elif node.op_type in PRODUCTS:
             yield "int8"
     types = {"FLOAT16": "float16", "BFLOAT16": "bfloat16"}
-    for value in model.graph.initializers.values():
-        if value.const_value is not None and value.const_value.size > 1:
-            yield types.get(value.const_value.dtype.name, "float32")
+    for tensor in _stored(model):
+        if tensor.dtype in FOUR_BITS and len(tensor.shape) > 1:
+            yield "int4"
+        elif tensor.dtype in EIGHT_BITS and len(tensor.shape) > 1:
+            yield "int8"  # weights that a Cast turns into floats
+        elif tensor.size > 1:
+            yield types.get(tensor.dtype.name, "float32")
+
+
+def _stored(model: ir.Model) -> Iterator[ir.TensorProtocol]:
+    """Yields all constants of a graph and of the graphs within it."""
+    for graph in (model.graph, *model.graph.subgraphs()):
+        for value in graph.initializers.values():
+            if value.const_value is not None:
+                yield value.const_value
+    for node in model.graph.all_nodes():
+        if node.op_type == "Constant" and "value" in node.attributes:
+            yield node.attributes["value"].as_tensor()
 
 
 def _bits(node: ir.Node) -> int:

@@ -157,6 +157,10 @@ class Tokenizer(AnyTokenizer):
                     ids.append(token_id)
         return ids
 
+    def vocabulary(self) -> Mapping[bytes, int]:
+        """See AnyTokenizer."""
+        return dict(zip(self._kept_tokens, self._ids.values(), strict=True))
+
     def describe(self, ids: Sequence[int]) -> str:
         """Describes the tokens of the vocabulary that a text uses, for people."""
         ranks = range(len(self._tokens)) if self.kept_ranks is None else self.kept_ranks

@@ -254,6 +254,10 @@ class AnyTokenizer(ABC):
     def decode(self, ids: Iterable[int]) -> str:
         """Text of token ids; ids without text are skipped."""
 
+    def vocabulary(self) -> Mapping[Any, int]:
+        """Returns the id of each token; empty if encoding the text of a token gives it."""
+        return {}
+
     def check_chat(self) -> None:
         """Raises InputError for a token of the chat template that the tokenizer lacks."""
         size = self.vocabulary_size

@@ -171,6 +171,10 @@ class HuggingFaceTokenizer(ThirdPartyTokenizer):
         ids: list[int] = self._tokenizer.encode(_well_formed(text), add_special_tokens=False).ids
         return ids
 
+    def vocabulary(self) -> Mapping[str, int]:
+        """See AnyTokenizer."""
+        return dict(self._tokenizer.get_vocab())
+
     @text_errors()
     def places(self, text: str) -> list[Place]:
         """See `AnyTokenizer.places`.
