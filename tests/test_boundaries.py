@@ -76,6 +76,7 @@ OPTIONAL_LIBRARIES = {
     "runtime.jobs.formats.writers": frozenset({"pyarrow"}),
     "runtime.jobs.formats.cells": frozenset({"pyarrow"}),
     "runtime.jobs.formats.columnar": frozenset({"pyarrow"}),
+    "runtime.jobs.formats.spreadsheet": frozenset({"openpyxl"}),
     "runtime.jobs.formats.remote_file": frozenset({"fsspec"}),
     "runtime.jobs.ray_job": frozenset({"pyarrow", "ray"}),
     "runtime.engine.preprocess": frozenset({"sentencex"}),

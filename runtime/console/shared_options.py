@@ -149,7 +149,16 @@ QUIET = option("--quiet", is_flag=True, help="Print no progress and no summary."
 INPUT_OUTPUT, ROWS, SEARCH = "Input and output", "Rows", "Search"
 MACHINE, JOB, PROOF, RAY = "Machine", "Job", "Proof", "Ray"
 JOB_PANELS = {
-    INPUT_OUTPUT: ("column", "format_in", "encoding", "delimiter", "format", "limit", "force"),
+    INPUT_OUTPUT: (
+        "column",
+        "format_in",
+        "encoding",
+        "delimiter",
+        "sheet",
+        "format",
+        "limit",
+        "force",
+    ),
     JOB: ("partition", "chunk_rows", "max_errors"),
     PROOF: ("canary",),
 }

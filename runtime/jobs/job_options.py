@@ -13,7 +13,7 @@ from transferry.runtime.engine.tasks.task import OutputFormat
 from transferry.runtime.errors import Option, UsageError, require
 from transferry.runtime.settings import MOST, check_fields, shown
 
-InputFormat = Literal["text", "tsv", "csv", "jsonl", "parquet", "arrow", "openai"]
+InputFormat = Literal["text", "tsv", "csv", "jsonl", "parquet", "arrow", "xlsx", "openai"]
 _Few = Annotated[int, msgspec.Meta(le=MOST)]
 
 
@@ -29,6 +29,7 @@ class JobOptions(TaskOptions):
         format_in: Format of the input; openai: OpenAI Batch API requests. Default: from its name.
         encoding: Encoding of the input, such as cp1252. Default: UTF-8, or by its byte order mark.
         delimiter: Character between columns of TSV and CSV, or tab. Default: found for CSV.
+        sheet: Sheet of an .xlsx file. Default: the only one with rows.
         format: Format of the output. Default: openai for openai input, else from the file name,
             else text (scores: JSONL).
         limit: Limit on the rows read.
@@ -44,6 +45,7 @@ class JobOptions(TaskOptions):
     format_in: InputFormat | None = None
     encoding: str | None = None
     delimiter: str | None = None
+    sheet: str | None = None
     format: OutputFormat | None = None
     limit: _Few | None = None
     partition: str | None = None
@@ -82,7 +84,7 @@ class JobOptions(TaskOptions):
         """How the input is read, where its format leaves that open; see `open_reader`."""
         named = {"tab": "\t", "\\t": "\t"}
         delimiter = self.delimiter and named.get(self.delimiter, self.delimiter)
-        return {"encoding": self.encoding, "delimiter": delimiter}
+        return {"encoding": self.encoding, "delimiter": delimiter, "sheet": self.sheet}
 
 
 def _require_encoding(name: str) -> None:

@@ -38,6 +38,8 @@ pyarrow = pytest.importorskip("pyarrow")
 feather = pytest.importorskip("pyarrow.feather")
 zstandard = pytest.importorskip("zstandard")
 
+openpyxl = pytest.importorskip("openpyxl")
+
 # Texts that only some formats hold: their line ends, tabs and carriage returns need quoting.
 QUOTED = ["two\nlines", "tab\tinside", "a\r\nb\rc", '"\n"', "a;b|c,d", "a" * 5000]
 TEXTS = [*HARD_TEXTS, *QUOTED]
@@ -279,6 +281,29 @@ def test_what_is_no_rows_is_refused(
     path.write_bytes(content)
     with pytest.raises((InputError, UsageError), match=message):
         rows_of(path)
+
+
+def test_a_sheet_of_excel_is_read(bundle_folder: Path, tmp_path: Path) -> None:
+    texts = [text for text in TEXTS if text and "\x01" not in text and text[0] != "="]
+    as_frame(texts).to_excel(tmp_path / "in.xlsx", index=False)
+    (tmp_path / "in.jsonl").write_text(as_jsonl(texts), encoding="utf-8")
+    wanted = answers(bundle_folder, tmp_path / "in.jsonl")
+    assert answers(bundle_folder, tmp_path / "in.xlsx") == wanted
+    book = openpyxl.load_workbook(tmp_path / "in.xlsx")
+    sheet = book.create_sheet("More")
+    sheet["A3"], sheet["B3"], sheet["C3"] = "text", "id", "day"
+    sheet["A4"], sheet["B4"], sheet["C4"] = "one", 7, pandas.Timestamp("2024-02-29").to_pydatetime()
+    sheet["A6"], sheet["B6"], sheet["B9"].number_format = "_x0009_two", "007", "0.00"
+    sheet["A7"], sheet["D7"] = "#N/A", "beyond"
+    book.save(tmp_path / "two.xlsx")
+    (first, empty, last, beyond) = open_reader(tmp_path / "two.xlsx", sheet="More").rows()
+    assert (first.text, first.id, first.fields) == ("one", 7, {"day": "2024-02-29T00:00:00"})
+    assert (last.text, last.id) == ("\ttwo", "007")
+    assert isinstance(empty.text, RowError)
+    assert beyond.text == RowError("malformed", "expected 3 columns, found 4")
+    for name in (None, "more"):
+        with pytest.raises(InputError, match=r"choose one with --sheet \(Sheet1, More\)"):
+            open_reader(tmp_path / "two.xlsx", sheet=name)
 
 
 def test_a_nul_is_an_error_of_its_row(tmp_path: Path) -> None:

@@ -23,19 +23,20 @@ FORMATS: dict[str, InputFormat] = {
     **dict.fromkeys(("jsonl", "ndjson", "jsonlines", "json"), "jsonl"),
     **dict.fromkeys(("parquet", "pq"), "parquet"),
     **dict.fromkeys(("arrow", "feather", "ipc"), "arrow"),
+    **dict.fromkeys(("xlsx", "xlsm"), "xlsx"),
 }
 # Endings of text files beside those: none, a number, and languages such as de, pt-BR and deu_Latn.
 TEXT_NAME = re.compile(
     r"|[\d-]+|[a-z]{1,2}([-_]([a-z]{2}|[a-z]{4}))?|[a-z]{3}_[a-z]{4}"
     "|ara|ces|deu|eng|fin|fra|hin|ita|jpn|kor|nld|pol|por|rus|spa|swe|tur|ukr|vie|zho"
 )
-_KNOWN = ".csv, .tsv, .jsonl, .ndjson, .parquet, .arrow, .feather, .txt, or languages such as .de"
+_KNOWN = ".csv, .tsv, .jsonl, .parquet, .arrow, .feather, .xlsx, .txt, or languages such as .de"
 # How files of other formats become rows.
 _CONVERSIONS = {
     "docx": "pandoc -t plain --wrap=none FILE -o NEW.txt",
     "pdf": "pdftotext FILE NEW.txt",
     "html": "pandoc -t plain --wrap=none FILE -o NEW.txt",
-    **dict.fromkeys(("xlsx", "xls", "ods"), "soffice --convert-to csv FILE"),
+    **dict.fromkeys(("xls", "xlsb", "ods"), "soffice --headless --convert-to csv FILE"),
     "orc": "python -c \"import pandas; pandas.read_orc('FILE').to_parquet('NEW.parquet')\"",
 }
 DELIMITERS = (",", ";", "\t", "|")
@@ -48,11 +49,13 @@ class Dialect:
     Attributes:
         encoding: Encoding of its text. Default: UTF-8, or by its byte order mark.
         delimiter: Character between two columns. Default: as the format has it.
+        sheet: Name of a workbook's sheet. Default: the only one with rows.
         pages: Whether the lines may be those of a page in HTML.
     """
 
     encoding: str | None = None
     delimiter: str | None = None
+    sheet: str | None = None
     pages: bool = True
 
 

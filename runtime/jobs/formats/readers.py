@@ -42,6 +42,7 @@ from transferry.runtime.jobs.formats.rows import (
     unique,
 )
 from transferry.runtime.jobs.formats.sources import Series, Steady
+from transferry.runtime.jobs.formats.spreadsheet import SpreadsheetReader
 from transferry.runtime.jobs.job_options import InputFormat
 
 # Rows and bytes by which the delimiter of a table is found.
@@ -69,6 +70,7 @@ def open_reader(
     languages: Languages = (None, None),
     encoding: str | None = None,
     delimiter: str | None = None,
+    sheet: str | None = None,
 ) -> RowReader:
     """Opens a file of rows and reads its header.
 
@@ -81,13 +83,14 @@ def open_reader(
         languages: Columns with the languages of the text and of its answer.
         encoding: Encoding of lines. Default: UTF-8, or by the byte order mark.
         delimiter: Character between the columns of TSV and CSV. Default: found for CSV.
+        sheet: Sheet of a workbook. Default: the only one with rows.
 
     Raises:
         InputError: The file cannot be read, lacks the column, or has two of one name.
         UsageError: The format is unknown, cannot be read from there, or needs a package that is
             missing; or the encoding or the delimiter has no effect.
     """
-    dialect = Dialect(encoding, delimiter, pages=format is not None)
+    dialect = Dialect(encoding, delimiter, sheet, pages=format == "text")
     json_name = format is None and is_json(path)
     format = format or format_of_name(path)
     if lists and format != "jsonl":
@@ -95,16 +98,7 @@ def open_reader(
             f"{path} is read as {format}, and --messages and --prompt-ids name a column of JSONL; "
             "give a .jsonl file, or add --format-in jsonl"
         )
-    if format in ("parquet", "arrow"):
-        kind = format.capitalize()
-        if str(path) == "-":
-            raise UsageError(f"{kind} cannot be read from standard input; name a file")
-        if path.suffix.lower() in PACKED:
-            raise UsageError(f"{path}: {kind} is compressed inside; unpack it first")
-        if encoding is not None:
-            raise UsageError(Option("encoding"), f" has no effect on {kind}: {path}")
-    if delimiter is not None and format not in ("tsv", "csv"):
-        raise UsageError(Option("delimiter"), f" has no effect on {format}: {path}")
+    _require_effect(path, format, dialect)
     for named in filter(None, (column, *languages) if format == "text" else ()):
         raise UsageError(f"{path} is read as text, which has no column {named}; leave it out")
     if json_name:
@@ -119,6 +113,22 @@ def open_reader(
             raise InputError(f"{path}: there is no column {named} for languages; it has {others}")
     reader.lists, reader.languages = lists, languages
     return reader
+
+
+def _require_effect(path: Source, format: InputFormat, dialect: Dialect) -> None:
+    """Raises UsageError for options that a format lacks, or a file that cannot hold it."""
+    if format in ("parquet", "arrow", "xlsx"):
+        kind = format.capitalize() if format != "xlsx" else ".xlsx"
+        if str(path) == "-":
+            raise UsageError(f"{kind} cannot be read from standard input; name a file")
+        if path.suffix.lower() in PACKED:
+            raise UsageError(f"{path}: {kind} is compressed inside; unpack it first")
+        if dialect.encoding is not None:
+            raise UsageError(Option("encoding"), f" has no effect on {kind}: {path}")
+    if dialect.sheet is not None and format != "xlsx":
+        raise UsageError(Option("sheet"), f" has no effect on {format}: {path}")
+    if dialect.delimiter is not None and format not in ("tsv", "csv"):
+        raise UsageError(Option("delimiter"), f" has no effect on {format}: {path}")
 
 
 def read_rows(
@@ -395,6 +405,7 @@ _READERS: dict[InputFormat, Callable[..., RowReader]] = {
     "openai": _RequestReader,
     "parquet": ParquetReader,
     "arrow": ArrowReader,
+    "xlsx": SpreadsheetReader,
 }
 
 

@@ -1,0 +1,132 @@
+"""Rows of a sheet of Excel, read as they stream in."""
+
+from __future__ import annotations
+
+import re
+import warnings
+import zipfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+from transferry.runtime.engine.result import RowError
+from transferry.runtime.errors import InputError, UsageError, install_command
+from transferry.runtime.io.whole import unreadable
+from transferry.runtime.jobs.formats.cells import to_json, with_nul
+from transferry.runtime.jobs.formats.detection import Dialect
+from transferry.runtime.jobs.formats.remote_file import Source
+from transferry.runtime.jobs.formats.rows import Fields, InputRow, RowReader, layout_of, unique
+from transferry.runtime.jobs.formats.sources import Steady
+from transferry.runtime.jobs.job_options import InputFormat
+
+# Texts of all sheets, which Excel stores once and a reader holds, in bytes.
+_TEXTS, _MOST_TEXTS = "xl/sharedStrings.xml", 256 << 20
+# Values of cells whose formula failed.
+_FAILED = frozenset({"#N/A", "#REF!", "#DIV/0!", "#VALUE!", "#NAME?", "#NULL!", "#NUM!"})
+# Characters that XML cannot hold, as Excel writes them.
+_ESCAPED = re.compile("_x([0-9A-Fa-f]{4})_")
+
+
+class SpreadsheetReader(RowReader):
+    """Reads a sheet whose first row holds the names of the columns."""
+
+    def __init__(
+        self, path: Source, format: InputFormat, column: str | None, dialect: Dialect
+    ) -> None:
+        self.file, self._steady, self._sheet = path, Steady(path), dialect.sheet
+        with self._rows() as rows:
+            header = next(rows, ())
+        self._names = ["" if name is None else str(name) for name in header]
+        self.layout = layout_of(path, format, unique(self._names, path), column)
+
+    def rows(self, first: int = 0, last: int | None = None) -> Iterator[InputRow]:
+        """Streams rows first to last - 1; drops empty rows at the end."""
+        with self._rows() as rows:
+            for number, cells in islice(enumerate(islice(rows, 1, None)), first, last):
+                yield self._row(number, self._fields(cells), to_json(cells).encode())
+
+    def _fields(self, cells: Sequence[Any]) -> Fields | RowError:
+        width = len(self._names)
+        if len(cells) > width:
+            return RowError("malformed", f"expected {width} columns, found {len(cells)}")
+        for cell in cells:
+            if isinstance(cell, str) and (error := with_nul(cell)):
+                return error
+        return dict(zip(self._names, (*cells, *[None] * (width - len(cells))), strict=True))
+
+    @contextmanager
+    def _rows(self) -> Iterator[Iterator[Sequence[Any]]]:
+        """Opens the sheet; gives the cells of each row, the header included."""
+        openpyxl = _import_openpyxl()
+        with warnings.catch_warnings(), _told(self.file), self._steady.opened() as file:
+            warnings.simplefilter("ignore")
+            with zipfile.ZipFile(file) as packed:
+                sizes = {each.filename: each.file_size for each in packed.infolist()}
+            if sizes.get(_TEXTS, 0) > _MOST_TEXTS:
+                raise InputError(
+                    f"{self.file}: expected at most {_MOST_TEXTS >> 20} MiB of texts, found more; "
+                    "save the sheet as CSV"
+                )
+            book = openpyxl.load_workbook(file, read_only=True, data_only=True)
+            yield _filled(self._chosen(book).iter_rows(values_only=True))
+
+    def _chosen(self, book: Any) -> Any:
+        visible = [sheet for sheet in book.worksheets if sheet.sheet_state == "visible"]
+        named = {sheet.title: sheet for sheet in (visible if self._sheet is None else book)}
+        if self._sheet is not None and self._sheet in named:
+            return named[self._sheet]
+        filled = [each for each in visible if next(_filled(each.iter_rows(values_only=True)), None)]
+        if self._sheet is None and len(filled) == 1:
+            return filled[0]
+        problem = "expected one sheet with rows" if self._sheet is None else "no such sheet"
+        raise InputError(f"{self.file}: {problem}; choose one with --sheet ({', '.join(named)})")
+
+
+@contextmanager
+def _told(path: Source) -> Iterator[None]:
+    """Converts exceptions of openpyxl and of reading to our errors."""
+    try:
+        yield
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except (zipfile.BadZipFile, KeyError, ValueError, TypeError, SyntaxError, EOFError) as error:
+        raise InputError(f"{path}: cannot be read as a workbook: {error}") from error
+
+
+def _filled(rows: Iterator[Sequence[Any]]) -> Iterator[Sequence[Any]]:
+    """Yields rows without empty cells at their end; drops the first and last empty rows."""
+    begun, empty = False, 0
+    for row in rows:
+        cells = [_plain(cell) for cell in row]
+        while cells and cells[-1] is None:
+            cells.pop()
+        if not cells:
+            empty += begun
+            continue
+        yield from ([] for _ in range(empty))
+        begun, empty = True, 0
+        yield cells
+
+
+def _plain(cell: Any) -> Any:
+    """Returns a cell as a JSON value; dates and times as in ISO 8601."""
+    if isinstance(cell, str):
+        text = _ESCAPED.sub(lambda found: chr(int(found[1], 16)), cell)
+        return None if cell in _FAILED else text
+    if isinstance(cell, float) and cell.is_integer() and abs(cell) < 1 << 53:
+        return int(cell)
+    if cell is None or isinstance(cell, bool | int | float):
+        return cell
+    return cell.isoformat() if hasattr(cell, "isoformat") else str(cell)
+
+
+def _import_openpyxl() -> Any:
+    try:
+        import openpyxl
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f".xlsx needs openpyxl, which is not installed; {install_command('jobs')}, or save the "
+            "sheet as CSV"
+        ) from error
+    return openpyxl
