@@ -121,7 +121,7 @@ export function uniforms(
 ): Generator<number, never>;
 
 export interface RowError {
-  kind: "lines" | "empty" | "too-long" | "too-short" | "no-mask" | "not-finite";
+  kind: "lines" | "empty" | "tokenizer" | "too-long" | "too-short" | "no-mask" | "not-finite";
   message: string;
 }
 export interface Answer {

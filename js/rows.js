@@ -1,6 +1,6 @@
 // From texts to token ids: special tokens, and texts longer than the model's positions.
 
-import { UsageError } from "./errors.js";
+import { InputError, UsageError } from "./errors.js";
 
 const BLANK = /^[\p{White_Space}\x1c-\x1f]*$/u;
 
@@ -23,7 +23,7 @@ export class RowError extends Error {
  *   which is cut at its end
  * @param {(text: string) => number[]} [encode] default: that of the tokenizer
  * @returns {{ids: number[], tokens: number, truncated: boolean}}
- * @throws {RowError} of kind no-text, empty or too-long
+ * @throws {RowError} of kind no-text, empty, tokenizer or too-long
  */
 export function encodeRow(text, tokenizer, limits, encode = (each) => tokenizer.encode(each)) {
   requireText(text);
@@ -41,7 +41,7 @@ export function encodeRow(text, tokenizer, limits, encode = (each) => tokenizer.
   const least = characters ? Math.ceil(characters.length / longest) : 0;
   const far = least > positions;
   const head = !far || (truncates && keepsEnd) ? text : truncates ? characters.slice(0, room * longest).join("") : "";
-  const ids = encode(head);
+  const ids = tokenIds(head, encode);
   const tokens = (far ? least : ids.length) + around;
   if (isBlank(text)) throw new RowError("empty", "there is no text to work on", tokens);
   if (tokens <= room) return { ids: wrap(ids), tokens, truncated: false };
@@ -50,6 +50,16 @@ export function encodeRow(text, tokenizer, limits, encode = (each) => tokenizer.
     return { ids: wrap(keepsEnd ? special.cut(ids, kept) : ids.slice(0, kept)), tokens, truncated: true };
   }
   throw tooLong(tokens, positions, far ? "at least " : "");
+}
+
+/** Returns the token ids of a text; throws RowError for one that the tokenizer cannot encode. */
+export function tokenIds(text, encode) {
+  try {
+    return encode(text);
+  } catch (error) {
+    if (!(error instanceof InputError || error instanceof RangeError)) throw error;
+    throw new RowError("tokenizer", `the tokenizer cannot encode the text: ${error.message}`);
+  }
 }
 
 /** Throws RowError for another value than text, such as null. */

@@ -2,7 +2,7 @@
 
 import { UsageError } from "../errors.js";
 import { encodeIds } from "../ort/encoder.js";
-import { answered, checkLongRows, encodeRow, isBlank, notFinite, requireText, RowError, single, tooLong } from "../rows.js";
+import { answered, checkLongRows, encodeRow, isBlank, notFinite, requireText, RowError, single, tokenIds, tooLong } from "../rows.js";
 import { entities } from "./entities.js";
 
 const AGGREGATIONS = ["none", "simple", "first", "average", "max"];
@@ -122,7 +122,7 @@ function encodePair(first, second, tokenizer, { positions: most, longRows }) {
   const positions = longRows === "truncate" ? Math.min(most, special.longest || most) : most;
   [first, second].forEach(requireText);
   if (isBlank(first) || isBlank(second)) throw new RowError("empty", "there is no text to work on");
-  let [left, right] = [tokenizer.encode(first), tokenizer.encode(second)];
+  let [left, right] = [first, second].map((text) => tokenIds(text, (each) => tokenizer.encode(each)));
   const join = () => special.wrap([...left, ...special.between, ...right]);
   const tokens = join().length;
   const room = positions - special.wrap(special.between).length;

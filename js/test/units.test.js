@@ -9,6 +9,7 @@ import { single } from "../rows.js";
 import { Best, logSumExp } from "../decoding/logits.js";
 import { translate } from "../tokenizer/pattern.js";
 import { weights } from "../decoding/sampling.js";
+import { encodeRow } from "../rows.js";
 import { openTokenizer, tokenizerFiles } from "../tokenizer/tokenizer.js";
 
 test("random numbers are those of numpy.random.Philox", () => {
@@ -98,4 +99,14 @@ test("a tokenizer of a kind that is not known needs one that is passed", () => {
   const opened = openTokenizer(settings, {}, other);
   assert.equal(opened.decode([5, 2, 6]), "56");
   assert.deepEqual(opened.special.wrap(opened.encode("34")), [3, 4, 2]);
+});
+
+test("a text that a tokenizer cannot encode is an error of its row", () => {
+  const record = { model: { type: "WordLevel", vocab: { a: 3 }, unk_token: "[UNK]" }, added_tokens: [] };
+  const special = { pad_id: 0, bos_id: 1, eos_id: 2, before: [], after: [2], mask_id: null };
+  const settings = { format_version: 1, kind: "tokenizers", special, vocabulary_size: 9 };
+  const content = new TextEncoder().encode(JSON.stringify(record));
+  const opened = openTokenizer(settings, { "huggingface.json": content });
+  assert.deepEqual(encodeRow("a", opened, { positions: 8 }).ids, [3, 2]);
+  assert.throws(() => encodeRow("b", opened, { positions: 8 }), { kind: "tokenizer" });
 });

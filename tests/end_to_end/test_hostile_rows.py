@@ -15,8 +15,10 @@ from tests.commands import call
 from tests.conftest import Once, make_bundle, make_run
 from transferry.build_model.checkpoint import save_samples
 from transferry.runtime.engine.preprocess import Preprocessor
+from transferry.runtime.engine.prompts import Prompt, encode_prompt
 from transferry.runtime.engine.tasks.heads import encode_pairs
 from transferry.runtime.tokenizer.byte_pair import PASSAGES, SINGLE_BYTES, AnyTokenizer, Tokenizer
+from transferry.runtime.tokenizer.chat import ChatTemplate
 from transferry.runtime.tokenizer.patterns import O200K_PATTERN
 from transferry.runtime.tokenizer.third_party import (
     HuggingFaceTokenizer,
@@ -180,3 +182,21 @@ def test_each_side_of_a_pair_may_fail() -> None:
     assert left.error is not None
     assert left.error == right.error
     assert (fine.error, fine.ids) == (None, [1, 4, 2, 5, 2])
+
+
+def test_a_chat_has_errors_of_its_own() -> None:
+    tokenizer = word_level()
+    source = (
+        "{% for a in range(messages[0].content | length) %}{{ messages[0].content }} {% endfor %}"
+    )
+    tokenizer.chat = ChatTemplate(source, {}, {})
+
+    def kind(messages: list[dict[str, str]]) -> str | None:
+        prompt = Prompt(json.dumps(messages), "messages")
+        error = encode_prompt(prompt, tokenizer, 64, "error", 0).error
+        return None if error is None else error.kind
+
+    assert kind([{"role": "user", "content": "a"}]) is None
+    assert kind([{"role": "user", "content": "\U000f0000"}]) == "tokenizer"
+    assert kind([{"role": "user", "content": "a" * 10_000}]) == "prompt"  # too much text
+    assert kind([{"role": "user", "content": "b"}]) is None
