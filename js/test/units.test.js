@@ -10,6 +10,7 @@ import { Best, logSumExp } from "../decoding/logits.js";
 import { translate } from "../tokenizer/pattern.js";
 import { weights } from "../decoding/sampling.js";
 import { encodeRow } from "../rows.js";
+import { SpecialTokens } from "../tokenizer/special_tokens.js";
 import { openTokenizer, tokenizerFiles } from "../tokenizer/tokenizer.js";
 
 test("random numbers are those of numpy.random.Philox", () => {
@@ -109,4 +110,16 @@ test("a text that a tokenizer cannot encode is an error of its row", () => {
   const opened = openTokenizer(settings, { "huggingface.json": content });
   assert.deepEqual(encodeRow("a", opened, { positions: 8 }).ids, [3, 2]);
   assert.throws(() => encodeRow("b", opened, { positions: 8 }), { kind: "tokenizer" });
+});
+
+test("a truncated text keeps its end where its tokenizer says so", () => {
+  const fields = { pad_id: 0, bos_id: 1, eos_id: 2, before: [1], after: [2] };
+  const encode = (text) => [...text].map((each) => each.charCodeAt(0));
+  const kept = (more) => {
+    const tokenizer = { special: new SpecialTokens({ ...fields, ...more }), longestToken: 1, encode };
+    return encodeRow("abcdefgh", tokenizer, { positions: 6, longRows: "truncate" }).ids;
+  };
+  assert.deepEqual(kept({}), [1, 97, 98, 99, 100, 2]);
+  assert.deepEqual(kept({ keeps_end: true }), [1, 101, 102, 103, 104, 2]);
+  assert.deepEqual(kept({ keeps_end: true, longest: 4 }), [1, 103, 104, 2]);
 });

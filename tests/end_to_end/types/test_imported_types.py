@@ -25,6 +25,7 @@ from tests.build_model.importing.huggingface.drawn import (
     randomise,
     transformers,
 )
+from tests.build_model.importing.huggingface.heads import Theirs
 from tests.build_model.importing.huggingface.small_models import (
     change,
     float64,
@@ -187,3 +188,26 @@ def test_answers_in_a_file_are_theirs(
         summary = json.loads((tmp_path / f"{mode}.jsonl.summary.json").read_text())
         assert summary["special_texts"] >= 1
         assert (summary.get("special_tokens") == "as-tokens") is (mode == "as-tokens")
+
+
+def test_tags_stand_where_a_text_cut_at_its_beginning_has_them(
+    traces: None, tmp_path: Path
+) -> None:
+    folder, rows, out = tmp_path / "theirs", tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
+    theirs = Theirs("roberta", 0, folder, "ForTokenClassification", num_labels=3)
+    change(folder / "tokenizer_config.json", truncation_side="left", model_max_length=LONGEST)
+    theirs.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    done("import", folder, "--out", tmp_path / "run", "--quiet")
+    given = ["--out", str(tmp_path / "bundle"), "--variant", "portable", "--quiet"]
+    done("export", tmp_path / "run", *given)
+    text = "the cat sat on the mat, Straße über " * 3
+    rows.write_text(json.dumps({"text": text}))
+    done("run", tmp_path / "bundle", rows, "-o", out, "--task", "tag", "--long-rows", "truncate")
+    (record,) = map(json.loads, out.read_text().split("\n")[:-1])
+    read = theirs.tokenizer(text, truncation=True, return_offsets_mapping=True)
+    scores = theirs(text, truncation=True).logits[0, 1:-1].softmax(dim=-1)
+    best = zip(read.offset_mapping[1:-1], scores.max(dim=-1).values.tolist(), strict=True)
+    for tag, ((start, end), score) in zip(record["tags"], best, strict=True):
+        assert (tag["start"], tag["end"]) == (start, end)
+        assert abs(tag["score"] - score) < 1e-5
+    assert record["tags"][-1]["end"] >= len(text.rstrip())
