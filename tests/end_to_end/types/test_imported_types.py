@@ -138,6 +138,21 @@ def test_token_ids_are_theirs(
         assert (row.error is not None) is (not text.strip())
 
 
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_blanks_beside_a_mask_are_theirs(
+    kind: str, folders: Callable[[str], tuple[Path, Path]]
+) -> None:
+    folder, run = folders(kind)
+    ours, theirs = load_tokenizer(run), transformers.AutoTokenizer.from_pretrained(folder)
+    texts = ["the cat % sat", "a%b", "a  %  b % c", "%", " %\t% x ", "Straße %.", "%%", "日本%"]
+    for mode in MODES:
+        if mode == "as-tokens":
+            ours.read_special_tokens()
+        for text in texts:
+            wanted = theirs(text.replace("%", theirs.mask_token)).input_ids
+            assert ours.special.wrap(ours.encode_masked(text.split("%"))) == wanted, text
+
+
 @torch.inference_mode()
 def hidden(model: Any, ids: Sequence[int]) -> torch.Tensor:
     with exact():
