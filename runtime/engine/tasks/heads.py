@@ -157,11 +157,11 @@ def probabilities(scores: Scores, kind: str) -> Floats:
     return shares
 
 
-def written(score: float, *, single: bool) -> Any:
-    """Returns a score for a record: as float32 where it is one, so that its text is short."""
+def written(score: float, *, single: bool) -> float:
+    """Returns a score for a record; of a float32 the number whose text is its shortest."""
     import numpy as np
 
-    return np.float32(score) if single else score
+    return float(str(np.float32(score))) if single else score
 
 
 @dataclass(frozen=True)

@@ -47,15 +47,13 @@ def has_nul(value: Any) -> bool:
 
 
 def json_value(value: Any) -> Any:
-    """Converts float32 or an Arrow scalar to JSON values, for `default` of json.dumps.
+    """Converts a float32 array or an Arrow scalar to JSON values, for `default` of json.dumps.
 
-    Of a float32 it returns the number whose text is the shortest that gives the float32 back. Times
+    A float32 becomes the number whose text is the shortest that gives the float32 back. Times
     become ISO 8601, decimals text, bytes base64; NaN and infinity become null.
     """
     if isinstance(value, np.ndarray):
         return [float(text) for text in map(str, value)]
-    if isinstance(value, np.float32):
-        return float(str(value))
     import pyarrow
 
     types, kind = pyarrow.types, value.type
