@@ -31,11 +31,11 @@ GROUPS: Mapping[str, Sequence[str]] = {
         *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
         "chat_template.jinja",
     ),
-    "labels and special tokens": (CONFIG,),
-    "generation settings": (GENERATION,),
+    # Older files have settings of generation in config.json.
+    "labels and special tokens": (CONFIG, GENERATION),
     "sentence-transformers": (
         *("modules.json", "sentence_*_config.json", "config_sentence_transformers.json"),
-        "*/config.json",
+        "[0-9]*_*/config.json",
     ),
     "preprocessor": ("preprocessor_config.json",),
 }
@@ -71,9 +71,15 @@ class Beside:
                 missing.append(group)
                 continue
             covered, problems = self._compared(group, files, expected)
-            shown = [*problems[:MOST_SHOWN], *["..."][: len(problems) - MOST_SHOWN]]
-            claims.append(Claim(f"{group} beside the graphs", "; ".join(shown)))
-            told.append(f"{group}: {len(problems)} differ" if problems else f"{group}: {covered}")
+            parts = {group: problems}
+            if GENERATION in {path.name for path in files}:
+                of_search = [each for each in problems if each.startswith("generation: ")]
+                rest = [each for each in problems if each not in of_search]
+                parts = {group: rest, "generation settings": of_search}
+            for name, found in parts.items():
+                shown = [*found[:MOST_SHOWN], *["..."][: len(found) - MOST_SHOWN]]
+                claims.append(Claim(f"{name} beside the graphs", "; ".join(shown)))
+                told.append(f"{name}: {len(found)} differ" if found else f"{name}: {covered}")
         return claims, "; ".join([*told, *([f"not covered: {', '.join(missing)}"] * bool(missing))])
 
     def contents(self) -> dict[str, bytes]:
@@ -150,11 +156,16 @@ def _encoded(tokenizer: AnyTokenizer, texts: Sequence[str]) -> list[list[int]]:
 def _facts(imported: Imported) -> dict[str, Any]:
     """Settings that decide answers, by a name for people."""
     head = {} if imported.head is None else asdict(imported.head)
+    generation = imported.generation | {
+        name: value
+        for name, value in imported.ignored.items()
+        if not name.startswith(CONFIG)  # replaced by those of the other file
+    }
     chat = imported.tokenizer.chat
     return {
         **{f"model: {name}": value for name, value in asdict(imported.config).items()},
         **{f"head: {name}": value for name, value in head.items()},
-        **{f"generation: {k}": v for k, v in (imported.generation | imported.ignored).items()},
+        **{f"generation: {name}": value for name, value in generation.items()},
         **{f"special tokens: {k}": v for k, v in asdict(imported.tokenizer.special).items()},
         "chat template": None if chat is None else chat.source,
     }

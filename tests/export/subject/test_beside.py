@@ -120,7 +120,7 @@ FAULTS: dict[str, tuple[str, str, Change, str]] = {
         "llama",
         "generation_config.json",
         lambda c: c.update(eos_token_id=7),
-        "generation",
+        "labels",
     ),
     "beams": ("marian", "generation_config.json", lambda c: c.update(num_beams=7), "generation"),
     "labels": ("bert", "config.json", lambda c: swap("0", "1")(c["id2label"]), "labels"),
@@ -157,6 +157,41 @@ def test_a_changed_word_list_and_template_are_found(models: Path, tmp_path: Path
     chat = files_of(models / "llama", tmp_path / "chat")
     (chat / "chat_template.jinja").write_text("{{ messages[0].content }}")
     assert "chat template" in problems(chat, models / "llama")[0]["tokenizer beside the graphs"]
+
+
+def test_settings_of_generation_may_have_moved(models: Path, tmp_path: Path) -> None:
+    """From config.json, where older folders have them, to generation_config.json."""
+    folder = files_of(models / "marian", tmp_path / "graphs")
+    shutil.copytree(models / "marian", tmp_path / "old")
+    settings = json.loads((folder / "generation_config.json").read_text())
+    (tmp_path / "old" / "generation_config.json").unlink()
+    edited(tmp_path / "old" / "config.json", lambda c: c.update(settings))
+    assert problems(folder, tmp_path / "old")[0] == {}
+    edited(folder / "generation_config.json", lambda c: c.update(num_beams=7))
+    assert list(problems(folder, tmp_path / "old")[0]) == ["generation settings beside the graphs"]
+
+
+def test_modules_of_sentence_transformers_are_compared(tmp_path: Path) -> None:
+    save("bert", tmp_path / "embedder", lambda size: bert_model(size, kind="BertModel"))
+    files_of(tmp_path / "embedder", tmp_path / "graphs")
+    for name in ("embedder", "graphs"):
+        (tmp_path / name / "1_Pooling").mkdir()
+        modules = {"": "Transformer", "1_Pooling": "Pooling"}
+        kinds = [
+            {"idx": n, "name": str(n), "path": path, "type": f"sentence_transformers.models.{kind}"}
+            for n, (path, kind) in enumerate(modules.items())
+        ]
+        (tmp_path / name / "modules.json").write_text(json.dumps(kinds))
+        pooling = {"word_embedding_dimension": 32, "pooling_mode_mean_tokens": True}
+        (tmp_path / name / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    assert problems(tmp_path / "graphs", tmp_path / "embedder")[0] == {}
+    edited(
+        tmp_path / "graphs" / "1_Pooling" / "config.json",
+        lambda c: c.update(pooling_mode_mean_tokens=False, pooling_mode_cls_token=True),
+    )
+    (found,) = problems(tmp_path / "graphs", tmp_path / "embedder")[0].items()
+    assert found[0] == "sentence-transformers beside the graphs"
+    assert "pooling" in found[1]
 
 
 def test_a_checkpoint_covers_the_graphs_alone(run_folder: Path, tmp_path: Path) -> None:
