@@ -85,8 +85,8 @@ class WorkQueue(Generic[Row, Answer]):
             return 0
         share = max(-(-len(self._waiting) // self._workers), SMALLEST_SHARE)
         first = self._waiting[0]
-        alike = takewhile(lambda item: item.group == first.group, self._waiting)
-        rows = min(max(1, most // first.width), share)
+        group, rows = first.group, min(max(1, most // first.width), share)
+        alike = takewhile(lambda item: item.group is group or item.group == group, self._waiting)
         return fitting((item.tokens for item in alike), rows, self._tokens)
 
     def _abandoned(self) -> bool:

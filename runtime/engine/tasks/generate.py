@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from transferry.runtime.decoding.generation_options import GenerationOptions, check_generation
 from transferry.runtime.decoding.hypothesis import Hypothesis
-from transferry.runtime.engine.own_options import OwnOptions
+from transferry.runtime.engine.own_options import OwnOptions, batch_options
 from transferry.runtime.engine.pieces import PIECE, Whole, cut_lines, in_lines, joined
 from transferry.runtime.engine.preprocess import (
     EncodedRow,
@@ -439,8 +439,7 @@ class _Generate:
         if error is not None:
             return GenerationResult(row.text, row.tokens, error=error)
         self.engine.require_covered(self.engine.settings_of(row, options)[0])
-        # Each request has its own limit and seed; the other options are those of a batch.
-        group = replace(options, max_length=self.engine.max_positions, seed=0)
+        group = batch_options(options, self.engine.max_positions)
         return WorkItem(row, tokens, group, max(options.beam, options.n_best))
 
     def _request(self, row: EncodedRow, key: Any = None) -> Request[Any]:
