@@ -146,7 +146,7 @@ def _problem(
     layout = Layout("rows", "openai" if format == "openai" else "jsonl", (), has_id=False)
     with temporary_folder() as folder:
         path = folder / f"out.{format}"
-        shape: Any = {"n_best": task.n_best > 1, "width": task.width}
+        shape: Any = {"kinds": task.columns, "n_best": task.n_best, "width": task.width}
         try:
             writer = open_writer(path, format=format, rows=layout, task=task.name, **shape)
         except UsageError:  # pyarrow is not installed
@@ -154,8 +154,8 @@ def _problem(
         both = zip(rows, results, strict=True)
         with path.open("wb") as file:
             writer.write((change(writer.record(*pair, task.n_best)) for pair in both), file)
-        kinds = ("float", "json", "vector")
-        numbers = {name for name, kind in task.columns.items() if kind in kinds}
+        others = ("text", "integer", "boolean")
+        numbers = {name for name, kind in task.columns.items() if kind not in others}
         found = [list(_floats(record)) for record in _READERS[format](path, numbers)]
     # Responses hold vectors, but no scores.
     needed = format != "openai" or bool(task.width)

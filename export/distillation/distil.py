@@ -258,7 +258,7 @@ def _answer(
                 file.write(f"{json.dumps(record, ensure_ascii=False)}\n".encode())
     chosen = JobOptions(
         generation={"beam": options["beam"], "n_best": n_best},
-        column=None if references is None else "source",
+        column=() if references is None else ("source",),
         format_in="text" if references is None else "jsonl",
         **{name: options[name] for name in OF_JOB if options[name] is not None},
     )

@@ -73,7 +73,7 @@ def _read_config(context: click.Context, parameter: click.Parameter, path: Path 
         raise UsageError(str(error)) from error
     # A key may be an option's name or its parameter's: --json is the parameter as_json.
     known = {
-        _key(name): option.name
+        _key(name): option
         for option in context.command.params
         for name in (str(option.name), *option.opts)
     }
@@ -81,7 +81,10 @@ def _read_config(context: click.Context, parameter: click.Parameter, path: Path 
         raise UsageError(
             f"{path} sets {', '.join(unknown)}, which {context.info_name} does not have"
         )
-    context.default_map = {known[_key(name)]: value for name, value in values.items()}
+    context.default_map = {
+        str(known[_key(name)].name): _alone(known[_key(name)], value)
+        for name, value in values.items()
+    }
     check_settings(context, path)
 
 
@@ -115,8 +118,14 @@ def check_settings(context: click.Context, path: Path) -> None:
         if (name := str(parameter.name)) in values:
             several = parameter.multiple or parameter.nargs != 1
             kind = list[_kind(parameter)] if several else _kind(parameter)  # type: ignore[misc]
-            check_value(f"{path}: {name.replace('_', '-')}", values[name], kind)
-            parameter.type_cast_value(context, values[name])
+            value = _alone(parameter, values[name])
+            check_value(f"{path}: {name.replace('_', '-')}", value, kind)
+            parameter.type_cast_value(context, value)
+
+
+def _alone(parameter: click.Parameter, value: Any) -> Any:
+    """Returns a value of a file of settings; --column took one value before it took several."""
+    return [value] if parameter.name == "column" and isinstance(value, str) else value
 
 
 def _kind(parameter: click.Parameter) -> Any:
@@ -150,14 +159,8 @@ INPUT_OUTPUT, ROWS, SEARCH = "Input and output", "Rows", "Search"
 MACHINE, JOB, PROOF, RAY = "Machine", "Job", "Proof", "Ray"
 JOB_PANELS = {
     INPUT_OUTPUT: (
-        "column",
-        "format_in",
-        "encoding",
-        "delimiter",
-        "sheet",
-        "format",
-        "limit",
-        "force",
+        *("column", "output_column", "keep", "drop", "format_in", "encoding", "delimiter"),
+        *("sheet", "format", "limit", "force"),
     ),
     JOB: ("partition", "chunk_rows", "max_errors"),
     PROOF: ("canary",),

@@ -103,6 +103,12 @@ class RowResult(ABC):
         truncated = {"truncated": True} if self.truncated else {}
         return {"source": self.source, **self._answer(n_best), **truncated}
 
+    def cells(self, n_best: int = 1) -> dict[str, Any]:
+        """Returns the values of a table's columns, by the task's names; arguments of `record`."""
+        record = self.record(n_best)
+        error = record.pop("error", {})
+        return {"truncated": False, **record, **{f"error_{name}": error[name] for name in error}}
+
     @abstractmethod
     def _answer(self, n_best: int) -> dict[str, Any]: ...
 
@@ -142,6 +148,11 @@ class PartsResult(RowResult):
     def texts(self) -> list[str]:
         """Texts that were read."""
         return [text for part in self.parts for text in part.texts]
+
+    @property
+    def total(self) -> float:
+        """Log-probability of all tokens that were scored, in nats."""
+        return sum(part.total for part in self.parts)
 
     @property
     def target_tokens(self) -> int:

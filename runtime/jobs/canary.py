@@ -7,6 +7,7 @@ onnxruntime's optimiser off, which is slow and as near to the graph as onnxrunti
 
 from __future__ import annotations
 
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -68,13 +69,14 @@ class Canary:
                 f"torch: {faults[0]}. Copy the bundle again, or export it again"
             )
 
-    def check(self, number: int, row: RowResult, given: Any) -> None:
+    def check(self, number: int, row: RowResult, given: Any, place: int | None = None) -> None:
         """Computes a row again, if it is its turn.
 
         Args:
             number: Number of the row in the input, from 0.
             row: The job's result.
             given: The row as the engine took it.
+            place: Its number among the inputs of the engine. Default: `number`.
 
         Raises:
             ParityError: The results differ by more than rounding explains.
@@ -85,12 +87,9 @@ class Canary:
         if row.error is not None and not row.source:
             self.identical += 1  # there was no text to answer
             return
-        (again,) = self.task.answers(self.reference, iter([given]), number)
-        difference, ties = "", 0
-        if (row.error and row.error.kind) != (again.error and again.error.kind):
-            difference = f"{row.error or 'an answer'}, but {again.error or 'an answer'}"
-        elif row.error is None:
-            difference, ties = self._difference(row, again, given, number)
+        place = number if place is None else place
+        (again,) = self.task.answers(self.reference, iter([given]), place)
+        difference, ties = self._difference(row, again, given, place)
         if difference:
             raise ParityError(
                 f"line {number + 1} is answered differently by the reference (CPU, no "
@@ -100,16 +99,18 @@ class Canary:
         self.identical += 1
         self.ties += ties
 
-    def _difference(self, row: RowResult, again: RowResult, given: Any, number: int) -> Difference:
-        """Compares two answers, part by part."""
-        if not (isinstance(row, PartsResult) and isinstance(again, PartsResult)):
-            return self.task.same_row(row, again, self.bounds, given, number)
-        found = [
-            self.task.same_row(one, other, self.bounds, source, number)
-            for one, other, source in zip(row.parts, again.parts, given.inputs, strict=True)
-        ]
-        difference = next((each for each, _ in found if each), "")
-        return difference, max(ties for _, ties in found)
+    def _difference(self, row: RowResult, again: RowResult, given: Any, place: int) -> Difference:
+        """Compares two results, part by part."""
+        if isinstance(row, PartsResult) and isinstance(again, PartsResult):
+            parts = zip(row.parts, again.parts, given.inputs, count(place), strict=False)
+            found = [self._difference(*part) for part in parts]
+            difference = next((each for each, _ in found if each), "")
+            return difference, max(ties for _, ties in found)
+        if (row.error and row.error.kind) != (again.error and again.error.kind):
+            return f"{row.error or 'an answer'}, but {again.error or 'an answer'}", 0
+        if row.error is not None:
+            return "", 0
+        return self.task.same_row(row, again, self.bounds, given, place)
 
     def tally(self) -> dict[str, int]:
         """Returns the number of rows computed again, and how they compared."""

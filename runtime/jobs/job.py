@@ -6,16 +6,17 @@ import hashlib
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import asdict
 from functools import cached_property, partial
 from itertools import islice, tee
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias, cast
+from typing import Any, BinaryIO, cast
 
 from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.engine.engine import Engine
+from transferry.runtime.engine.prompts import Parts
 from transferry.runtime.engine.result import RowResult
 from transferry.runtime.engine.tasks.table import TASKS
 from transferry.runtime.engine.tasks.task import Task
@@ -27,10 +28,10 @@ from transferry.runtime.jobs.canary import Canary
 from transferry.runtime.jobs.formats.detection import named_format
 from transferry.runtime.jobs.formats.openai_batch import RepeatedIds
 from transferry.runtime.jobs.formats.readers import open_inputs, open_reader, read_rows
-from transferry.runtime.jobs.formats.remote_file import RemoteFile, Source
+from transferry.runtime.jobs.formats.records import ColumnChoice, Record, RowWriter
 from transferry.runtime.jobs.formats.rows import InputRow, RowReader, hash_rows
-from transferry.runtime.jobs.formats.sources import expand
-from transferry.runtime.jobs.formats.writers import RowWriter, open_writer
+from transferry.runtime.jobs.formats.sources import Inputs, open_sources
+from transferry.runtime.jobs.formats.writers import open_writer
 from transferry.runtime.jobs.job_options import JobOptions, fraction
 from transferry.runtime.jobs.journal import JOB_FORMAT, Chunk, Journal, differences, hash_of_hashes
 from transferry.runtime.jobs.output_files import (
@@ -52,16 +53,6 @@ DECISIVE = (
     *("transferry", "onnxruntime"),
 )
 RESTORE = "Restore it, or add --force to discard the saved rows"
-
-
-# A file of rows or several.
-Inputs: TypeAlias = Source | str | Sequence[Source | str]
-
-
-def open_sources(inputs: Inputs) -> list[Source]:
-    """Returns the files of an input; see `expand`."""
-    one = isinstance(inputs, str | Path | RemoteFile)
-    return expand([inputs] if one else inputs)  # type: ignore[list-item, arg-type]
 
 
 class Runner:
@@ -208,20 +199,16 @@ class Job:
 
     def _writer(self) -> RowWriter:
         """Returns the writer of the output."""
-        writer = open_writer(
+        return open_writer(
             self.output,
             format=self.options.format,
             rows=self.layout,
             task=self.options.task,
-            n_best=self.task.n_best > 1,
+            kinds=self.task.columns,
+            n_best=self.task.n_best,
             width=self.task.width,
+            choice=ColumnChoice(self.options.output_column, self.options.keep, self.options.drop),
         )
-        if self.task.n_best > 1 and writer.format == "text":
-            raise UsageError(
-                *("text has one answer a row, and ", Option("n_best"), f" is {self.task.n_best}; "),
-                "name another --out or --format, such as jsonl",
-            )
-        return writer
 
     @property
     def folder(self) -> Path:
@@ -241,6 +228,9 @@ class Job:
             "input_format": self.layout.format,
             "column": options.column,
             "columns": self.layout.columns,
+            "output_columns": self.writer.columns and self.writer.columns.names,
+            "keep": options.keep,
+            "drop": options.drop,
             "has_id": self.layout.has_id,
             "output_format": self.writer.format,
             "compression": named_format(self.output)[1],
@@ -395,9 +385,9 @@ class Job:
         names = ("task", "variant", *chosen, "column", "limit", "partition", "chunk_rows")
         settings = {name: self.fingerprint.get(name) for name in names}
         told = ", ".join(
-            f"{name.replace('_', '-')} {value}"
+            f"{name.replace('_', '-')} {', '.join(value) if name == 'column' else value}"
             for name, value in settings.items()
-            if value is not None and value is not False
+            if value is not None and value is not False and value != []
         )
         start = f", from row {self.row_range[0] + rows + 1:,} on" if self.runner.in_order else ""
         return f"{self._saved(rows)}; this run computes the rest{start}, with {told}"
@@ -420,9 +410,16 @@ class Job:
     ) -> Generator[tuple[InputRow, RowResult], None, None]:
         """Yields each row with its result, in order; `first` is the number of the first row."""
         kept, read = tee(map(self.writer.admit, rows))
-        found = self.task.answers(self.engine, map(self.task.given, read), first)
+        inputs = first * len(self.layout.texts)
+        found = self.task.answers(self.engine, map(self.given, read), inputs)
         with closing(cast("Generator[RowResult, None, None]", found)):
             yield from zip(kept, found, strict=True)
+
+    def given(self, row: InputRow) -> Any:
+        """Returns a row as the engine takes it: of several columns, each is an input."""
+        if not row.others:
+            return self.task.given(row)
+        return Parts(tuple(map(self.task.given, row.singles)))
 
     def write(
         self,
@@ -433,18 +430,19 @@ class Job:
     ) -> Chunk:
         """Writes rows into one file, and calls `add` with the counts of each one written."""
         chunk, digest = Chunk(first=first), hashlib.sha256()
-        looks_special = self.engine.bundle.tokenizer.looks_special
+        names, looks_special = self.layout.texts, self.engine.bundle.tokenizer.looks_special
 
-        def records() -> Iterator[Mapping[str, Any]]:
+        def records() -> Iterator[Record]:
             before = time.monotonic()
             for row, result in results:
                 if self.canary is not None:
-                    self.canary.check(row.number, result, self.task.given(row))
+                    place = row.number * len(names)
+                    self.canary.check(row.number, result, self.given(row), place)
                 yield self.writer.record(row, result, self.task.n_best)
                 row.update(digest)
                 now = time.monotonic()
                 looks = any(looks_special(text) for text in result.texts)
-                tally = Tally.of(row.number, result, now - before, looks_special=looks)
+                tally = Tally.of(row.number, result, now - before, names, looks_special=looks)
                 before = now
                 chunk.add(tally)
                 add(tally)

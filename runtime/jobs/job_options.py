@@ -10,7 +10,7 @@ import msgspec
 
 from transferry.runtime.engine.tasks.table import TASKS, TaskName, TaskOptions, check_options
 from transferry.runtime.engine.tasks.task import OutputFormat
-from transferry.runtime.errors import Option, UsageError, require
+from transferry.runtime.errors import Option, UsageError, joined_options, require
 from transferry.runtime.settings import MOST, check_fields, shown
 
 InputFormat = Literal["text", "tsv", "csv", "jsonl", "parquet", "arrow", "xlsx", "openai"]
@@ -25,7 +25,12 @@ class JobOptions(TaskOptions):
 
     Attributes:
         task: Task for each row; all but generate and score need an encoder-only bundle.
-        column: Field that holds the text. Default: text or source, or the only one.
+        column: Field that holds the text; several are answered each. Default: text or source, or
+            the only one.
+        output_column: Name of the answer's column, given as often as --column. Default: text, or
+            as the task has it.
+        keep: Columns of the input that the output repeats, such as id,title. Default: all.
+        drop: Columns of the input that the output leaves out.
         format_in: Format of the input; openai: OpenAI Batch API requests. Default: from its name.
         encoding: Encoding of the input, such as cp1252. Default: UTF-8, or by its byte order mark.
         delimiter: Character between columns of TSV and CSV, or tab. Default: found for CSV.
@@ -41,7 +46,10 @@ class JobOptions(TaskOptions):
     """
 
     task: TaskName = "generate"
-    column: str | None = None
+    column: tuple[str, ...] = ()
+    output_column: tuple[str, ...] = ()
+    keep: tuple[str, ...] = ()
+    drop: tuple[str, ...] = ()
     format_in: InputFormat | None = None
     encoding: str | None = None
     delimiter: str | None = None
@@ -55,7 +63,15 @@ class JobOptions(TaskOptions):
     force: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("column", "output_column", "keep", "drop"):
+            if isinstance(value := getattr(self, name), str | None):  # one name may stand alone
+                object.__setattr__(self, name, () if value is None else (value,))
         check_fields(self)
+        if len(self.column) > 1 and self.target is not None:
+            raise UsageError(
+                *joined_options(["column", "target"]),
+                " exclude each other where columns are several; name one column",
+            )
         check_options(TASKS[self.task], self)
         if self.encoding is not None:
             _require_encoding(self.encoding)

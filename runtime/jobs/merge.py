@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from transferry.runtime.engine.tasks.task import Layout
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.io.atomic import atomic_file, require_writable, standard_output
 from transferry.runtime.io.outputs import STANDARD_STREAM, require_own
 from transferry.runtime.io.whole import sha256
 from transferry.runtime.jobs.formats.columnar import opened_parquet
 from transferry.runtime.jobs.formats.detection import named_format
-from transferry.runtime.jobs.formats.writers import RowWriter, open_writer
+from transferry.runtime.jobs.formats.records import RowWriter
+from transferry.runtime.jobs.formats.writers import join_writer
 from transferry.runtime.jobs.job_options import fraction
 from transferry.runtime.jobs.journal import JOB_FORMAT, differences, hash_output
 from transferry.runtime.jobs.output_files import check_output, foreign_output
@@ -158,25 +158,14 @@ def _writer(partition: _Partition, out: Path) -> RowWriter:
     """Returns a writer that joins files as the job of one partition would."""
     fingerprint = partition.fingerprint
     format, compression = fingerprint["output_format"], fingerprint["compression"]
-    types, columns = None, tuple(fingerprint["columns"])
+    schema = None
     if format == "parquet":
         with opened_parquet(partition.files[0]) as file:
             schema = file.schema_arrow
-            types = {name: schema.field(name).type for name in ("id", *columns)}
     if out != STANDARD_STREAM and named_format(out)[1] != compression:
         raise UsageError(
             f"{out} must be compressed as {partition.path} is; let its name end in "
             f"{compression or 'no .gz or .zst'}"
         )
-    # The input itself may be on another machine.
-    rows = Layout(
-        partition.path, fingerprint["input_format"], columns, fingerprint["has_id"], types
-    )
-    return open_writer(
-        out,
-        format=format,
-        rows=rows,
-        task=fingerprint["task"],
-        n_best=fingerprint.get("n_best", 1) > 1,
-        width=fingerprint["width"],
-    )
+    names, width = fingerprint["output_columns"], fingerprint["width"]
+    return join_writer(format, named_format(out)[1], names=names, schema=schema, width=width)

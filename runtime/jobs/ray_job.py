@@ -34,7 +34,8 @@ from transferry.runtime.jobs.chunk_folder import ChunkFolder
 from transferry.runtime.jobs.formats.columnar import ParquetReader
 from transferry.runtime.jobs.formats.readers import read_rows
 from transferry.runtime.jobs.formats.rows import InputRow
-from transferry.runtime.jobs.job import RESTORE, Inputs, Job, Runner, open_sources
+from transferry.runtime.jobs.formats.sources import Inputs, open_sources
+from transferry.runtime.jobs.job import RESTORE, Job, Runner
 from transferry.runtime.jobs.job_options import JobOptions, RayOptions
 from transferry.runtime.jobs.journal import Chunk, Journal, differences, hash_of_hashes
 from transferry.runtime.jobs.summary import Summary, Tally, read_summary

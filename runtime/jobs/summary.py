@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from transferry.runtime.engine.result import RowResult
+from transferry.runtime.engine.result import PartsResult, RowResult
 from transferry.runtime.errors import InputError
 from transferry.runtime.io.documents import checked, read_document
 
@@ -29,7 +29,7 @@ class Tally:
 
     Attributes:
         rows: Rows computed, errors included.
-        errors: Rows with an error, by its kind.
+        errors: Errors by kind; a row with several texts may have several.
         truncated: Rows whose text was cut short.
         source_tokens: Tokens read, end tokens included.
         target_tokens: Tokens of the best outputs, end tokens excluded; or tokens scored.
@@ -40,6 +40,7 @@ class Tally:
         shared_prompt_tokens: Tokens of prompts that were copied from a row of the same batch that
             begins alike. Depends on the batches, as the speed does.
         special_texts: Rows with text that looks like a special token of the model's tokenizer.
+        bad_rows: Rows with an error.
     """
 
     rows: int = 0
@@ -53,16 +54,30 @@ class Tally:
     repeated: int = 0
     shared_prompt_tokens: int = 0
     special_texts: int = 0
+    bad_rows: int = 0
 
     @classmethod
     def of(
-        cls, number: int, result: RowResult, seconds: float, *, looks_special: bool = False
+        cls,
+        number: int,
+        result: RowResult,
+        seconds: float,
+        columns: Sequence[str] = (),
+        *,
+        looks_special: bool = False,
     ) -> Tally:
-        """Counts the row of a number."""
-        error = result.error
+        """Counts the row of a number, perhaps with a result for each of several columns."""
+        parts = result.parts if len(columns) > 1 and isinstance(result, PartsResult) else (result,)
+        kinds = [each.error.kind for each in parts if each.error is not None]
+        error = next((each.error for each in parts if each.error is not None), None)
+        where = ""
+        if kinds and len(parts) > 1:
+            failed = next(place for place, each in enumerate(parts) if each.error is not None)
+            where = f", column {columns[failed]}"
         return Tally(
             rows=1,
-            errors={error.kind: 1} if error else {},
+            bad_rows=int(bool(kinds)),
+            errors={kind: kinds.count(kind) for kind in kinds},
             truncated=int(result.truncated),
             repeated=int(result.repeated),
             shared_prompt_tokens=result.shared_prompt_tokens,
@@ -71,13 +86,8 @@ class Tally:
             target_tokens=result.target_tokens,
             log_probability=result.total,
             seconds=seconds,
-            first_error=f"row {number + 1}: {error.message}" if error else "",
+            first_error=f"row {number + 1}{where}: {error.message}" if error else "",
         )
-
-    @property
-    def bad_rows(self) -> int:
-        """Number of rows with an error."""
-        return sum(self.errors.values())
 
     def add(self, other: Tally) -> None:
         """Adds other counts to these."""

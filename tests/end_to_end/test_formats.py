@@ -96,6 +96,8 @@ def test_answers_are_theirs(
             assert told, (text, record)
             continue
         assert not error, (text, record)
+        if "transferry_text" in record:  # beside the user's own column
+            record = {**record, "text": record["transferry_text"]}
         read = way.read(record)
         units = {"vector": 1.0}
         same = all(close(value, answer[name], units.get(name, 0.0)) for name, value in read.items())

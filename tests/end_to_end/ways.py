@@ -211,7 +211,10 @@ class Classify(Encode):
         }
 
     def read(self, record: Mapping[str, Any]) -> Answer:
-        scores = {each["label"]: each["score"] for each in listed(record["scores"])}
+        if "scores" not in record:  # a table
+            numbers = [number(record[f"score_{name}"]) for name in self.LABELS]
+            return {"label": record["label"], "numbers": numbers}
+        scores = {each["label"]: each["score"] for each in record["scores"]}
         return {"label": record["label"], "numbers": [scores[name] for name in self.LABELS]}
 
 

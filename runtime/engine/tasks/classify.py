@@ -13,10 +13,11 @@ from transferry.runtime.engine.tasks.heads import (
     Pair,
     PairCall,
     PairOptions,
+    head_of,
     probabilities,
     written,
 )
-from transferry.runtime.engine.tasks.task import Page, columns
+from transferry.runtime.engine.tasks.task import Kind, Layout, Page, columns
 
 if TYPE_CHECKING:
     from transferry.runtime.engine.open_bundle import OpenBundle
@@ -60,14 +61,36 @@ class ClassifiedResult(RowResult):
         ]
         return self._error() or {"label": self.label, "scores": scores}
 
+    def cells(self, n_best: int = 1) -> dict[str, Any]:
+        """Returns the values of a table's columns: the score of the likeliest and of each label."""
+        cells = super().cells(n_best)
+        scores = cells.pop("scores", [])
+        by_label = {score_column(each["label"]): each["score"] for each in scores}
+        several = self.single and len(scores) > 1  # of a regression, where no score is the largest
+        best = {} if several or not scores else {"score": max(by_label.values())}
+        return {**cells, **best, **by_label}
+
+
+def score_column(label: str) -> str:
+    """Returns the name of the column with a label's score."""
+    return f"score_{label}"
+
 
 class Classify(HeadTask):
     """Labels of texts or pairs."""
 
     name = "classify"
     options = PairOptions
-    columns = columns(label="text", scores="json")
+    # In a table a column for each label; `scores` is their list in JSON.
+    columns = columns(label="text", score="float", scores=[{"label": "text", "score": "float"}])
+    answer = "label"
     page = Page("Classify")
+
+    def __init__(self, engine: OpenBundle, options: PairOptions, layout: Layout) -> None:
+        super().__init__(engine, options, layout)
+        labels = head_of(engine, self.name).labels
+        scores: dict[str, Kind] = {score_column(label): "float" for label in labels}
+        self.columns = {"label": "text", "score": "float", **(scores if len(labels) > 1 else {})}
 
 
 def classify(

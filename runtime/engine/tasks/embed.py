@@ -73,6 +73,7 @@ class Embed(Task):
     name = "embed"
     options = EmbedOptions
     columns = columns(vector="vector")
+    answer = "vector"
     formats = ("npy", "parquet", "jsonl", "openai")
     default_format = "text"  # not among `formats`: the output of a job must name its format
     page = Page("Embed")

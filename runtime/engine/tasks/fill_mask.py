@@ -93,7 +93,7 @@ class FillMask(Task):
 
     name = "fill-mask"
     options = FillMaskOptions
-    columns = columns(text="text", masks="json")
+    columns = columns(text="text", masks=[[{"text": "text", "log_probability": "float"}]])
     formats = LINES
     default_format = "text"
     page = Page("Fill in", f"Text with {MASK} for each hidden word", f"The {MASK} shines.")

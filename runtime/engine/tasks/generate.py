@@ -147,7 +147,7 @@ class Generate(Task):
         finish_reason="text",
         target_tokens="integer",
         source_tokens="integer",
-        n_best="json",
+        n_best=[{"text": "text", "score": "float", "finish_reason": "text"}],
     )
     formats = (*LINES, "openai")
     default_format = "text"
@@ -179,7 +179,7 @@ class Generate(Task):
         named = [
             name
             for name in ("column", "messages", "prompt_ids")
-            if getattr(options, name) is not None
+            if getattr(options, name) not in (None, ())
         ]
         named += ["chat"] * options.chat
         kinds = [name for name in named if name != "column"]

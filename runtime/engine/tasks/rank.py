@@ -49,6 +49,7 @@ class Rank(HeadTask):
     name = "rank"
     options = PairOptions
     columns = columns(score="float")
+    answer = "score"
 
     @classmethod
     def fits(cls, bundle: Bundle) -> bool:

@@ -88,7 +88,8 @@ class Score(Task):
 
     name = command = "score"
     options = ScoreOptions
-    columns = columns(target="text", total="float", tokens="json", log_probabilities="json")
+    columns = columns(target="text", total="float", tokens=["integer"], log_probabilities=["float"])
+    answer = "total"
     has_canary = False
     elsewhere = frozenset({"long_rows", "target"})
 

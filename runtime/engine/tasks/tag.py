@@ -62,7 +62,18 @@ class TagTask(HeadTask):
 
     name = "tag"
     options = TagOptions
-    columns = columns(tags="json")
+    columns = columns(
+        tags=[
+            {
+                "text": "text",
+                "start": "integer",
+                "end": "integer",
+                "label": "text",
+                "score": "float",
+            }
+        ]
+    )
+    answer = "tags"
     page = Page("Tag", options={"aggregation": "simple"})
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import islice
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 from transferry.runtime.engine.preprocess import LongRows
 from transferry.runtime.engine.prompts import Parts
@@ -25,8 +25,10 @@ if TYPE_CHECKING:
     from transferry.runtime.proof.compare import Tolerance
 
 OutputFormat = Literal["text", "jsonl", "tsv", "csv", "parquet", "npy", "openai"]
-# Type of a column in a table.
-Kind = Literal["text", "integer", "float", "boolean", "json", "vector"]
+# Type of a column in a table; of lists and objects as JSON has them, [type] and {name: type}.
+Kind: TypeAlias = (
+    Literal["text", "integer", "float", "boolean", "vector"] | Sequence[Any] | Mapping[str, Any]
+)
 TABLES: tuple[OutputFormat, ...] = ("jsonl", "tsv", "csv", "parquet")
 LINES: tuple[OutputFormat, ...] = ("jsonl", "text", "tsv", "csv", "parquet")
 
@@ -53,23 +55,32 @@ class Layout:
         columns: Fields that are passed through, in order: all but the text and `id`. In JSONL,
             where each row has its own, those of the first object.
         has_id: Whether rows have an id of their own.
-        types: Arrow types of `columns` and `id` by name, for Parquet; else None.
+        schema: Arrow schema of a columnar file; None for others.
         column: Field that holds the text.
         has_chat: Whether the rows are known to be chats.
         task: The task that the input sets.
+        others: Fields that hold further texts, each answered too.
+        names: All columns of a table, in order; empty for other inputs.
     """
 
     path: Any
     format: str
     columns: tuple[str, ...]
     has_id: bool
-    types: Any = None
+    schema: Any = None
     column: str = ""
     has_chat: bool = False
     task: str | None = None
+    others: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """All fields that hold texts."""
+        return self.column, *self.others
 
     def __str__(self) -> str:
-        return f"{self.format} with the columns {', '.join((self.column, *self.columns))}"
+        return f"{self.format} with the columns {', '.join((*self.texts, *self.columns))}"
 
 
 @dataclass(frozen=True)
@@ -120,6 +131,7 @@ class Task(ABC):
         options: Type of its options.
         elsewhere: Options that `settings` leaves out: another key of a fingerprint holds them.
         columns: Types of its own columns in a table, in order; every task has more.
+        answer: The column with the answer.
         formats: Formats of its records.
         default_format: Format of an output whose name tells none.
         has_canary: Whether `same` can compare two results.
@@ -135,7 +147,8 @@ class Task(ABC):
     command: ClassVar[str] = "run"
     options: ClassVar[type[RowOptions]]
     elsewhere: ClassVar[frozenset[str]] = frozenset({"long_rows"})
-    columns: ClassVar[Mapping[str, Kind]]
+    columns: Mapping[str, Kind]
+    answer: ClassVar[str] = "text"
     formats: ClassVar[tuple[OutputFormat, ...]] = TABLES
     default_format: ClassVar[OutputFormat] = "jsonl"
     has_canary: ClassVar[bool] = True

@@ -84,4 +84,9 @@ def as_text(value: Any) -> str:
     return value if isinstance(value, str) else to_json(value)
 
 
+def cell_text(value: Any) -> str:
+    """Returns the text of a cell: empty for null, else `as_text`."""
+    return "" if value is None else as_text(value)
+
+
 to_json = json.JSONEncoder(ensure_ascii=False, default=json_value).encode

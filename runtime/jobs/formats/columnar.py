@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from transferry.runtime.engine.result import RowError
+from transferry.runtime.engine.tasks.task import Layout
 from transferry.runtime.errors import InputError, UsageError, install_command
 from transferry.runtime.io.lines import MOST_LINE, LongLine
 from transferry.runtime.jobs.formats.cells import has_nul, to_json
@@ -32,23 +33,17 @@ class ColumnarReader(RowReader):
     def __init__(self, path: Source, format: InputFormat, schema: Any, column: str | None) -> None:
         self.file = path
         layout = layout_of(path, format, unique(schema.names, path), column)
-        found = schema.field(layout.column).type
-        if not _is_text(found):
-            raise InputError(
-                f"{path}: expected text in the column {layout.column}, found {found}; name another "
-                "with --column"
-            )
-        kept = ("id", *layout.columns) if layout.has_id else layout.columns
-        self.layout = replace(layout, types={name: schema.field(name).type for name in kept})
+        self.layout = replace(layout, schema=schema)
+        require_texts(self.layout)
 
     def _numbered(
         self, batches: Iterator[Any], start: int, first: int, last: int | None
     ) -> Iterator[InputRow]:
         """Yields rows first to last - 1 of batches whose first row has the number `start`."""
         stop = None if last is None else max(0, last - start)
-        found = enumerate(chain.from_iterable(map(_fields, batches)), start)
-        for number, (fields, raw) in islice(found, max(0, first - start), stop):
-            yield self._row(number, fields, raw)
+        found = enumerate(chain.from_iterable(map(_placed, batches)), start)
+        for number, (fields, raw, arrow) in islice(found, max(0, first - start), stop):
+            yield replace(self._row(number, fields, raw), arrow=arrow)
 
 
 class ParquetReader(ColumnarReader):
@@ -80,9 +75,11 @@ class ParquetReader(ColumnarReader):
                 break
             start, skipped = start + rows, skipped + 1
         with opened_parquet(self._steady) as file:
-            groups = range(skipped, len(self.groups))
-            batches = file.iter_batches(self._batch, row_groups=groups, use_threads=False)
-            yield from self._numbered(batches, start, first, last)
+            for group in range(skipped, len(self.groups)):
+                # One at a time, so that batches, and dictionaries, do not depend on the first row.
+                batches = file.iter_batches(self._batch, row_groups=[group], use_threads=False)
+                yield from self._numbered(batches, start, first, last)
+                start += self.groups[group]
 
 
 class ArrowReader(ColumnarReader):
@@ -104,6 +101,13 @@ class ArrowReader(ColumnarReader):
                 for start in range(0, batch.num_rows, _MOST_BATCH_ROWS)
             )
             yield from self._numbered(slices, 0, first, last)
+
+
+def _placed(batch: Any) -> Iterator[tuple[Fields | RowError, bytes, tuple[Any, int] | None]]:
+    """Yields fields and bytes of each row, with batch and place where both can be repeated."""
+    for place, (fields, raw) in enumerate(_fields(batch)):
+        undecodable = isinstance(fields, RowError) and fields.kind == "undecodable"
+        yield fields, raw, None if undecodable else (batch, place)
 
 
 def _fields(batch: Any) -> Iterator[tuple[Fields | RowError, bytes]]:
@@ -153,6 +157,16 @@ def _values(column: Any) -> list[Any]:
     if any(is_kind(kind) for is_kind in exact):
         return list(column.to_pylist())
     return [value if value.is_valid else None for value in column]
+
+
+def require_texts(layout: Layout) -> None:
+    """Raises InputError unless the chosen columns of a columnar file hold texts."""
+    for name in layout.texts if layout.schema is not None else ():
+        if not _is_text(found := layout.schema.field(name).type):
+            raise InputError(
+                f"{layout.path}: expected text in the column {name}, found {found}; name another "
+                "with --column"
+            )
 
 
 def _is_text(kind: Any) -> bool:

@@ -23,7 +23,7 @@ from transferry.runtime.io.lines import (
     read_raw_lines,
 )
 from transferry.runtime.jobs.formats.cells import as_text, decoded, has_nul
-from transferry.runtime.jobs.formats.columnar import ArrowReader, ParquetReader
+from transferry.runtime.jobs.formats.columnar import ArrowReader, ParquetReader, require_texts
 from transferry.runtime.jobs.formats.detection import (
     Dialect,
     find_delimiter,
@@ -40,6 +40,7 @@ from transferry.runtime.jobs.formats.rows import (
     RowReader,
     layout_of,
     unique,
+    with_texts,
 )
 from transferry.runtime.jobs.formats.sources import Series, Steady
 from transferry.runtime.jobs.formats.spreadsheet import SpreadsheetReader
@@ -65,7 +66,7 @@ def open_reader(
     path: Source,
     *,
     format: InputFormat | None = None,
-    column: str | None = None,
+    column: str | Sequence[str] | None = None,
     lists: bool = False,
     languages: Languages = (None, None),
     encoding: str | None = None,
@@ -77,8 +78,8 @@ def open_reader(
     Args:
         path: The file; "-" is standard input. Files of lines may be gzip, zstd, bz2 or xz.
         format: Format. Default: from the name.
-        column: Field that holds the text. Default: `text` or `source`, or the only one besides
-            `id`.
+        column: Field that holds the text, or several. Default: `text` or `source`, or the only one
+            besides `id`.
         lists: Whether the column holds lists, of messages or of token ids; only JSONL has lists.
         languages: Columns with the languages of the text and of its answer.
         encoding: Encoding of lines. Default: UTF-8, or by the byte order mark.
@@ -99,18 +100,21 @@ def open_reader(
             "give a .jsonl file, or add --format-in jsonl"
         )
     _require_effect(path, format, dialect)
-    for named in filter(None, (column, *languages) if format == "text" else ()):
+    texts = (column,) if isinstance(column, str) else column or ()
+    for named in filter(None, (*texts, *languages) if format == "text" else ()):
         raise UsageError(f"{path} is read as text, which has no column {named}; leave it out")
     if json_name:
         lines = islice(read_raw_lines(path, encoding=encoding, pages=False), 2)
-        texts = [line.decode(encoding_of_lines(encoding), "replace") for line in lines]
-        require_json_lines(path, texts, strict=True)
-    reader = _READERS[format](path, format, column, dialect)
+        begin = [line.decode(encoding_of_lines(encoding), "replace") for line in lines]
+        require_json_lines(path, begin, strict=True)
+    reader = _READERS[format](path, format, next(iter(texts), None), dialect)
     for named in filter(None, languages):
         # In JSONL a field may be missing in one row and present in the next.
         if format != "jsonl" and named not in reader.layout.columns:
-            others = ", ".join(reader.layout.columns) or "none besides the text"
-            raise InputError(f"{path}: there is no column {named} for languages; it has {others}")
+            known = ", ".join(reader.layout.columns) or "none besides the text"
+            raise InputError(f"{path}: there is no column {named} for languages; it has {known}")
+    reader.layout = with_texts(reader.layout, texts[1:])
+    require_texts(reader.layout)
     reader.lists, reader.languages = lists, languages
     return reader
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from transferry.runtime.engine.result import RowError
@@ -36,6 +36,9 @@ class InputRow:
         target: Target of a pair, or its error; None where rows are not pairs.
         languages: Languages of the text and of its answer; None is the job's.
         request: The request of a batch that it is; see `openai_batch.Request`.
+        others: Texts of further columns, likewise.
+        cells: Values of all columns of a table; None on an error.
+        arrow: Batch and place of a row that Arrow holds.
     """
 
     number: int
@@ -46,6 +49,16 @@ class InputRow:
     target: str | RowError | None = None
     languages: Languages = (None, None)
     request: Any = None
+    others: tuple[str | RowError, ...] = ()
+    cells: tuple[Any, ...] | None = None
+    arrow: tuple[Any, int] | None = None
+
+    @property
+    def singles(self) -> Iterator[InputRow]:
+        """The row with each of its texts alone."""
+        yield self
+        for text in self.others:
+            yield replace(self, text=text)
 
     def update(self, digest: hashlib._Hash) -> None:
         """Adds the row's bytes to a hash of rows."""
@@ -63,7 +76,28 @@ def layout_of(
     """
     text = _text_column(path, format, names, column)
     passed = tuple(name for name in names if name not in ("id", text))
-    return Layout(path, format, passed, "id" in names and text != "id", column=text)
+    table = tuple(names) if format in ("tsv", "csv", "xlsx", "parquet", "arrow") else ()
+    has_id = "id" in names and text != "id"
+    return Layout(path, format, passed, has_id, column=text, names=table)
+
+
+def with_texts(layout: Layout, others: Sequence[str]) -> Layout:
+    """Returns a layout with further columns of texts.
+
+    Raises:
+        InputError: There is no such column, it holds no text, or it is named twice.
+    """
+    for place, name in enumerate(others):
+        if name in (layout.column, *others[:place]):
+            raise InputError(f"{layout.path}: the column {name} is named twice; name it once")
+        if layout.format != "jsonl" and name not in layout.names:
+            known = ", ".join(layout.names)
+            raise InputError(
+                f"{layout.path}: there is no column {name}; choose with --column ({known})"
+            )
+    columns = tuple(name for name in layout.columns if name not in others)
+    has_id = layout.has_id and "id" not in others
+    return replace(layout, columns=columns, has_id=has_id, others=tuple(others))
 
 
 def _text_column(
@@ -112,9 +146,13 @@ class RowReader(ABC):
         number += self.offset
         if len(raw) > _MOST_RAW:
             raw = LongLine.of([raw])
+        layout = self.layout
         if isinstance(fields, RowError):
-            return InputRow(number, number, fields, {}, raw)
-        text = self._text(fields)
+            errors = (fields,) * len(layout.others)
+            return InputRow(number, number, fields, {}, raw, others=errors)
+        cells = tuple(fields.values()) if layout.names else None
+        text = self._text(fields, layout.column)
+        others = tuple(self._text(fields, name) for name in layout.others)
         languages: list[str | None] = []
         for column in self.languages:
             language = fields.get(column) if column is not None else None
@@ -124,11 +162,11 @@ class RowReader(ABC):
             id = number
         elif isinstance(id, bool) or not isinstance(id, int | str):
             id = as_text(id)
-        return InputRow(number, id, text, fields, raw, languages=(languages[0], languages[1]))
+        spoken = languages[0], languages[1]
+        return InputRow(number, id, text, fields, raw, languages=spoken, others=others, cells=cells)
 
-    def _text(self, fields: Fields) -> str | RowError:
-        """Removes the text from the fields of a row."""
-        column = self.layout.column
+    def _text(self, fields: Fields, column: str) -> str | RowError:
+        """Removes a text from the fields of a row."""
         if column not in fields:
             return RowError("no-text", f"there is no field {column}")
         text = fields.pop(column)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.io.documents import read_document
@@ -20,6 +20,16 @@ from transferry.runtime.jobs.formats.rows import InputRow, RowReader
 
 # In the folder that `save_to_disk` of Hugging Face datasets writes: its files, or its splits.
 STATE, SPLITS = "state.json", "dataset_dict.json"
+
+
+# A file of rows or several.
+Inputs: TypeAlias = Source | str | Sequence[Source | str]
+
+
+def open_sources(inputs: Inputs) -> list[Source]:
+    """Returns the files of an input; see `expand`."""
+    one = isinstance(inputs, str | Path | RemoteFile)
+    return expand([inputs] if one else inputs)  # type: ignore[list-item, arg-type]
 
 
 def expand(names: Sequence[Source | str]) -> list[Source]:

@@ -6,89 +6,36 @@ import csv
 import io
 import json
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, cast, get_args
 
 import numpy as np
 
-from transferry.runtime.engine.result import RowError, RowResult
 from transferry.runtime.engine.tasks.table import TASKS
 from transferry.runtime.engine.tasks.task import Kind, Layout, OutputFormat, Task, columns
-from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.errors import InputError, Option, UsageError
 from transferry.runtime.io.lines import Compression, packed, read_blocks
-from transferry.runtime.jobs.formats.cells import as_text, json_value
+from transferry.runtime.jobs.formats.cells import as_text, cell_text, json_value
 from transferry.runtime.jobs.formats.columnar import import_pyarrow, opened_parquet
 from transferry.runtime.jobs.formats.detection import TEXT_NAME, named_format
 from transferry.runtime.jobs.formats.openai_batch import response_line
-from transferry.runtime.jobs.formats.rows import InputRow
+from transferry.runtime.jobs.formats.records import (
+    ARROW,
+    EVERY,
+    ColumnChoice,
+    OutputColumns,
+    Record,
+    RowWriter,
+    output_columns,
+)
 
-Record = Mapping[str, Any]
 # Columns of every task behind its own; in tables `error` is two columns.
 _ANY_TASK = columns(truncated="boolean", error_kind="text", error_message="text")
 ROW_GROUP = 4096
 _AS_SPACE = {ord(letter): " " for letter in "\t\r\n"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class RowWriter(ABC):
-    """Writes records in one format. The same records give the same bytes, however they are split.
-
-    Attributes:
-        format: Name of the format.
-        columns: Fields of the input that it can repeat; None for a format without columns.
-        refused: Names that no field of the input may have.
-    """
-
-    format: OutputFormat
-    columns: tuple[str, ...] | None = None
-    refused: frozenset[str] = frozenset()
-
-    @abstractmethod
-    def write(self, records: Iterable[Record], file: BinaryIO) -> None:
-        """Writes records to an empty file, which stays open and is a whole file of the format."""
-
-    @abstractmethod
-    def join(self, files: Sequence[Path], file: BinaryIO) -> None:
-        """Writes the records of several files of this writer, in order, as one file."""
-
-    def admit(self, row: InputRow) -> InputRow:
-        """Returns the row as the output can hold it, with an error for a value it cannot hold."""
-        request = row.request
-        if request is not None and isinstance(row.text, str):
-            several = len(request.inputs) > 1 and self.format != "openai"
-            several |= self.format == "text" and request.settings.get("n_best", 1) > 1
-            if several or (request.dimensions and self.format in ("npy", "parquet")):
-                held = "one answer a request" if several else "vectors of one length"
-                refusal = f"{self.format} output has {held}; name a .jsonl file"
-                row = replace(row, text=RowError("settings", refusal))
-        kept = {name: value for name, value in row.fields.items() if self._holds(name, value)}
-        id = row.id if self._holds_id(row.id) else row.number
-        if len(kept) == len(row.fields) and id == row.id:
-            return row
-        names = [name for name in row.fields if name not in kept] or ["id"]
-        error = RowError("fields", f"{self.format} output cannot hold the field {names[0]!r}")
-        text = error if isinstance(row.text, str) else row.text
-        return replace(row, id=id, text=text, fields=kept)
-
-    def record(self, row: InputRow, result: RowResult, n_best: int) -> Record:
-        """Returns the record of a row; `n_best` above 1 lists all hypotheses."""
-        if self.format == "openai":
-            named = {"number": row.number, "request": row.request, "result": result}
-            return {"id": row.id, **named}
-        if row.request is not None:
-            n_best = max(n_best, row.request.settings.get("n_best", 1))
-        return {"id": row.id, **row.fields, **result.record(n_best)}
-
-    def _holds(self, name: str, value: Any) -> bool:
-        return name not in self.refused and (self.columns is None or name in self.columns)
-
-    def _holds_id(self, id: int | str) -> bool:
-        return True
 
 
 def open_writer(
@@ -97,8 +44,10 @@ def open_writer(
     format: OutputFormat | None = None,
     rows: Layout,
     task: str = "generate",
-    n_best: bool = False,
+    kinds: Mapping[str, Kind] | None = None,
+    n_best: int = 1,
     width: int = 0,
+    choice: ColumnChoice = EVERY,
 ) -> RowWriter:
     """Returns the writer of a job's output.
 
@@ -107,12 +56,14 @@ def open_writer(
         format: Format. Default: from the name, else that of the task.
         rows: The input.
         task: Name of the task.
-        n_best: Whether tables list all hypotheses of a row; they do for requests.
+        kinds: Columns of the task in a table. Default: those of its class.
+        n_best: Limit on the hypotheses of a row; above 1, and for requests, tables list them.
         width: Length of the vectors of embed.
+        choice: Choice of columns.
 
     Raises:
-        InputError: A column of the input has the name of a field of the result.
-        UsageError: The task has no such format, it cannot go there, or a package is missing.
+        UsageError: The task has no such format, it cannot go there, or a package is missing; or a
+            column was chosen that is not there.
     """
     kind, compression = TASKS[task], named_format(path)[1]
     format = _chosen_format(path, format, rows, kind)
@@ -120,36 +71,57 @@ def open_writer(
         raise UsageError(f"{format} cannot go to standard output; name a file with --out")
     if format in ("npy", "parquet") and compression:
         raise UsageError(f"{path}: {format} is written without {compression}; leave it out")
-    if format in ("text", "openai"):
-        line = _text_line if format == "text" else response_line
-        return _LineWriter(format=format, compression=compression, to_line=line)
+    if format in ("text", "npy", "openai"):
+        choice.refuse(format)
+        if n_best > 1 and format == "text":
+            raise UsageError(
+                *("text has one answer a row, and ", Option("n_best"), f" is {n_best}; "),
+                "name another --out or --format, such as jsonl",
+            )
+        if rows.others:
+            raise UsageError(
+                f"{format} has one answer a row, and there are {1 + len(rows.others)} columns to "
+                "answer; name another --out or --format, such as jsonl"
+            )
+        return join_writer(format, compression, width=width)
+    # JSON has its own fields, with lists where a table has columns.
+    kinds = kind.columns if kinds is None or format == "jsonl" else kinds
+    own = _own_columns(kinds, format, n_best=n_best > 1 or rows.format == "openai")
+    is_table = format != "jsonl"
+    columns = output_columns(rows, own, kind.answer, choice, is_table=is_table)
+    schema = _schema(rows, columns, width) if format == "parquet" else None
+    writer = join_writer(format, compression, names=columns.names, schema=schema)
+    if isinstance(writer, _TsvWriter) and rows.format == "tsv":
+        writer = replace(writer, verbatim=frozenset(columns.repeated))
+    return replace(writer, columns=columns)
+
+
+def join_writer(
+    format: OutputFormat,
+    compression: Compression,
+    *,
+    names: Sequence[str] = (),
+    schema: Any = None,
+    width: int = 0,
+) -> RowWriter:
+    """Returns a writer of a job that can at least join its files.
+
+    Args:
+        format: The format.
+        compression: That of lines.
+        names: All columns of TSV and CSV.
+        schema: Schema of Parquet.
+        width: Length of the vectors of npy.
+    """
     if format == "npy":
         return _NpyWriter(format=format, width=width)
-    refused = frozenset({"id", "error", "source", *kind.columns, *_ANY_TASK})
-    clash = sorted(refused.intersection(rows.columns))
-    if clash and rows.format != "jsonl":
-        raise InputError(
-            f"{rows.path}: the output has fields of its own with the names {', '.join(clash)}; "
-            "rename these columns"
-        )
-    if format == "jsonl":
-        return _LineWriter(
-            format=format, refused=refused, compression=compression, to_line=_json_line
-        )
-    passed = tuple(name for name in rows.columns if name not in clash)
-    fields = _table_columns(kind, format, n_best=n_best or rows.format == "openai")
     if format == "parquet":
-        schema = _schema(rows, passed, fields, width)
-        return ParquetWriter(format=format, columns=passed, schema=schema)
-    names = ("id", *passed, *fields)
-    writer, joined = (_LineWriter, _csv) if format == "csv" else (_TsvWriter, _tsv)
-    return writer(
-        format=format,
-        columns=passed,
-        compression=compression,
-        header=joined(names),
-        to_line=partial(_table_line, joined, names),
-    )
+        return ParquetWriter(format=format, schema=schema)
+    if format in ("csv", "tsv"):
+        kind = _CsvWriter if format == "csv" else _TsvWriter
+        return kind(format=format, compression=compression, names=tuple(names))
+    line = {"text": _text_line, "jsonl": _json_line, "openai": response_line}[format]
+    return _LineWriter(format=format, compression=compression, to_line=line)
 
 
 def _chosen_format(
@@ -182,9 +154,14 @@ def _chosen_format(
     return format
 
 
-def _table_columns(task: type[Task], format: OutputFormat, *, n_best: bool) -> dict[str, Kind]:
-    """Returns the columns of a result with their types, in the order of a table."""
-    own = dict(task.columns)
+def _own_columns(
+    kinds: Mapping[str, Kind], format: OutputFormat, *, n_best: bool
+) -> dict[str, Kind]:
+    """Returns the columns of a result with their types, in order."""
+    own = dict(kinds)
+    if format == "jsonl":
+        return {"source": "text", **own, "truncated": "boolean", "error": "text"}
+    own.pop("scores", None)
     listed = {"n_best": own.pop("n_best")} if "n_best" in own else {}
     # Beside vectors in Parquet, texts would only take up space.
     cited = {} if format == "parquet" and "vector" in own else columns(source="text")
@@ -196,7 +173,7 @@ class _LineWriter(RowWriter):
     """One line per record, behind a header if there is one."""
 
     compression: Compression
-    to_line: Callable[[Record], str]
+    to_line: Callable[[Record], str] = str
     header: str = ""
 
     def write(self, records: Iterable[Record], file: BinaryIO) -> None:
@@ -213,14 +190,52 @@ class _LineWriter(RowWriter):
                 _copy_behind(header, path, stream)
 
 
-class _TsvWriter(_LineWriter):
-    """TSV has no escape for tabs and line breaks, so a field with one cannot be repeated."""
+@dataclass(frozen=True, kw_only=True)
+class _CsvWriter(_LineWriter):
+    """A table.
 
-    def _holds(self, name: str, value: Any) -> bool:
-        return super()._holds(name, value) and self._holds_id(_text(value))
+    Attributes:
+        names: All columns, in order.
+    """
+
+    names: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "header", self.joined({name: name for name in self.names}))
+        object.__setattr__(self, "to_line", self.joined)
+
+    def joined(self, record: Record) -> str:
+        """Returns the line of a record."""
+        return _csv(cell_text(record.get(name)) for name in self.names)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TsvWriter(_CsvWriter):
+    """TSV has no escape for tabs and line breaks, so a field with one cannot be repeated.
+
+    Attributes:
+        verbatim: Columns of another TSV, whose cells are repeated as they stand.
+    """
+
+    verbatim: frozenset[str] = frozenset()
+
+    def joined(self, record: Record) -> str:
+        """Returns the line of a record; in answers tabs and line breaks become spaces."""
+        cells = ((name, cell_text(record.get(name))) for name in self.names)
+        return (
+            "\t".join(
+                cell if name in self.verbatim else cell.translate(_AS_SPACE) for name, cell in cells
+            )
+            + "\n"
+        )
+
+    @property
+    def restricts(self) -> bool:
+        """Whether some texts of a table have no place here."""
+        return not self.verbatim
 
     def _holds_id(self, id: int | str) -> bool:
-        return _tsv([str(id)]) == f"{id}\n"
+        return str(id).translate(_AS_SPACE) == str(id)
 
 
 def _text_line(record: Record) -> str:
@@ -229,22 +244,15 @@ def _text_line(record: Record) -> str:
 
 
 def _json_line(record: Record) -> str:
-    """All fields except a false `truncated`; NaN and infinity become null."""
+    """All fields; NaN and infinity become null."""
     finite = {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in record.items()
-        if name != "truncated" or value
     }
     return _to_json(finite) + "\n"
 
 
 _to_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=json_value).encode
-
-
-def _table_line(
-    joined: Callable[[Iterable[str]], str], names: Sequence[str], record: Record
-) -> str:
-    return joined([_text(value) for value in _cells(record, names)])
 
 
 def _csv(cells: Iterable[str]) -> str:
@@ -257,25 +265,6 @@ def _csv(cells: Iterable[str]) -> str:
 class _Echo:
     def write(self, line: str) -> str:
         return line
-
-
-def _tsv(cells: Iterable[str]) -> str:
-    return "\t".join(cell.translate(_AS_SPACE) for cell in cells) + "\n"
-
-
-def _cells(record: Record, names: Iterable[str]) -> list[Any]:
-    """Returns the values of a record in the order of a table's columns."""
-    error = record.get("error") or {}
-    flat = {
-        "truncated": False,
-        **record,
-        **{f"error_{name}": value for name, value in error.items()},
-    }
-    return [flat.get(name) for name in names]
-
-
-def _text(value: Any) -> str:
-    return "" if value is None else as_text(value)
 
 
 def _copy_behind(header: bytes, path: Path, file: BinaryIO) -> None:
@@ -328,10 +317,10 @@ class _NpyWriter(RowWriter):
 
 @dataclass(frozen=True, kw_only=True)
 class ParquetWriter(RowWriter):
-    """A column for the id and for each field of the input and the result.
+    """A column for each field of the input and the result.
 
     Attributes:
-        schema: Names and Arrow types of the columns.
+        schema: Names and Arrow types of the columns, as a file gives them back.
         group: Rows of a row group.
     """
 
@@ -340,27 +329,57 @@ class ParquetWriter(RowWriter):
 
     def write(self, records: Iterable[Record], file: BinaryIO) -> None:
         """Writes records in groups of rows."""
-        pyarrow = import_pyarrow()
-        rows = (_cells(record, self.schema.names) for record in records)
+        pyarrow, rows = import_pyarrow(), iter(records)
         # Closed after an error too: else its destructor complains of the closed file.
         with pyarrow.parquet.ParquetWriter(file, self.schema) as writer:
             while group := list(islice(rows, self.group)):
-                arrays = []
-                for kind, column in zip(self.schema.types, zip(*group, strict=True), strict=True):
-                    values: Iterable[Any] = column
-                    if pyarrow.types.is_string(kind):
-                        values = [None if value is None else as_text(value) for value in column]
-                    arrays.append(pyarrow.array(values, kind))
-                writer.write_table(pyarrow.table(arrays, schema=self.schema))
+                writer.write_table(self._table(group))
+
+    def _table(self, group: Sequence[Record]) -> Any:
+        pyarrow, found = import_pyarrow(), {}
+        if self.columns is not None and self.columns.source:
+            found = self._repeated(group, self.columns.repeated)
+        for field in self.schema:
+            if field.name in found:
+                continue
+            values: Iterable[Any] = [record.get(field.name) for record in group]
+            if pyarrow.types.is_string(field.type):
+                values = [None if value is None else as_text(value) for value in values]
+            found[field.name] = pyarrow.array(values, field.type)
+        return pyarrow.table([found[name] for name in self.schema.names], schema=self.schema)
+
+    def _repeated(self, group: Sequence[Record], names: Sequence[str]) -> dict[str, Any]:
+        """Returns columns of the input that Arrow holds, and the values of each in one array."""
+        import pyarrow
+
+        schema = pyarrow.schema([self.schema.field(name) for name in names])
+        slices: list[tuple[Any, int, int]] = []
+        for record in group:
+            batch, place = record.get(ARROW, (None, 0))
+            if slices and slices[-1][0] is batch and sum(slices[-1][1:]) == place:
+                batch, first, rows = slices.pop()
+                slices.append((batch, first, rows + 1))
+            else:
+                slices.append((batch, place, 1))
+        if all(batch is None for batch, _, _ in slices):
+            return {}
+        batches = [
+            pyarrow.record_batch([pyarrow.nulls(rows, kind) for kind in schema.types], schema)
+            if batch is None
+            else _with_schema(batch, schema).slice(first, rows)
+            for batch, first, rows in slices
+        ]
+        whole = pyarrow.Table.from_batches(batches).unify_dictionaries().combine_chunks()
+        return dict(zip(names, whole.columns, strict=True))
 
     def join(self, files: Sequence[Path], file: BinaryIO) -> None:
-        """Writes the rows of several files in groups of the same sizes as `write`."""
-        pyarrow = import_pyarrow()
+        """Writes the rows of several files as one, in the same groups as `write`."""
+        import pyarrow
+
+        batches = (batch for path in files for batch in self._batches(path))
         with pyarrow.parquet.ParquetWriter(file, self.schema) as writer:
-            batches = chain.from_iterable(map(self._batches, files))
             for group in _row_groups(batches, self.group):
-                table = pyarrow.Table.from_batches(group).cast(self.schema)
-                # Else the pages would show where batches ended.
+                table = pyarrow.Table.from_batches(group).unify_dictionaries()
                 writer.write_table(table.combine_chunks())
 
     def _batches(self, path: Path) -> Iterator[Any]:
@@ -380,6 +399,17 @@ class ParquetWriter(RowWriter):
         return True
 
 
+def _with_schema(batch: Any, schema: Any) -> Any:
+    """Returns columns of a batch, of the types of a schema; one file of several may differ."""
+    import pyarrow
+
+    arrays = [batch.column(name) for name in schema.names]
+    pairs = zip(arrays, schema.types, strict=True)
+    # Arrow 26 cannot cast a struct to its own type where it is a slice.
+    arrays = [array if array.type == kind else array.cast(kind) for array, kind in pairs]
+    return pyarrow.record_batch(arrays, schema)
+
+
 def _row_groups(batches: Iterable[Any], most: int) -> Iterator[list[Any]]:
     """Regroups batches of at most `most` rows: each list but the last has that many."""
     group: list[Any] = []
@@ -395,23 +425,42 @@ def _row_groups(batches: Iterable[Any], most: int) -> Iterator[list[Any]]:
         yield group
 
 
-def _schema(rows: Layout, passed: Iterable[str], results: Mapping[str, Kind], width: int) -> Any:
+def _schema(rows: Layout, columns: OutputColumns, width: int) -> Any:
+    """Returns the schema of Parquet, as a file gives it back; metadata of pandas stay.
+
+    Raises:
+        UsageError: Parquet cannot hold a column of an Arrow file.
+    """
     pyarrow = import_pyarrow()
-    types = {
+    text, number = pyarrow.string(), pyarrow.int64()
+    fields = [pyarrow.field("id", text if rows.has_id else number)] if columns.identified else []
+    of_table = rows.schema is not None and not columns.identified
+    fields += [rows.schema.field(name) if of_table else (name, text) for name in columns.repeated]
+    fields += [(name, _arrow_type(kind, width)) for name, kind in columns.kinds.items()]
+    wanted = pyarrow.schema(fields, rows.schema.metadata if of_table else None)
+    file = io.BytesIO()
+    try:
+        with pyarrow.parquet.ParquetWriter(file, wanted) as writer:
+            writer.write_table(wanted.empty_table())
+    except pyarrow.ArrowException as error:
+        raise UsageError(
+            f"{rows.path}: Parquet cannot hold a column: {error}; leave it out with --drop"
+        ) from error
+    return pyarrow.parquet.ParquetFile(io.BytesIO(file.getvalue())).schema_arrow
+
+
+def _arrow_type(kind: Kind, width: int) -> Any:
+    """Returns the Arrow type of a column."""
+    import pyarrow
+
+    if isinstance(kind, Mapping):
+        return pyarrow.struct([(name, _arrow_type(each, width)) for name, each in kind.items()])
+    if not isinstance(kind, str):
+        return pyarrow.list_(_arrow_type(kind[0], width))
+    return {
         "text": pyarrow.string(),
-        "json": pyarrow.string(),
         "integer": pyarrow.int64(),
         "float": pyarrow.float64(),
         "boolean": pyarrow.bool_(),
         "vector": pyarrow.list_(pyarrow.float32(), width),
-    }
-    kinds = dict.fromkeys(passed, types["text"]) | (rows.types or {})
-    number = kinds.pop("id", types["text" if rows.has_id else "integer"])
-    # Dictionaries keep their values only; an id that is neither a number nor text became text.
-    kinds = {
-        name: kind.value_type if pyarrow.types.is_dictionary(kind) else kind
-        for name, kind in kinds.items()
-    }
-    fields = {"id": number if pyarrow.types.is_integer(number) else types["text"], **kinds}
-    own = {name: types[kind] for name, kind in results.items()}
-    return pyarrow.schema([*fields.items(), *own.items()])
+    }[kind]

@@ -136,10 +136,10 @@ def test_the_rows_before_are_kept(
     assert stopped.canary is not None
     check = stopped.canary.check
 
-    def wrong_at_six(number: int, row: Any, given: Any) -> None:
+    def wrong_at_six(number: int, row: Any, given: Any, place: int) -> None:
         if number == 6:
             raise ParityError("line 7 is answered differently")
-        check(number, row, given)
+        check(number, row, given, place)
 
     monkeypatch.setattr(stopped.canary, "check", wrong_at_six)
     with pytest.raises(ParityError, match=r"differently; 4 rows are saved in .*out\.jsonl\.job$"):

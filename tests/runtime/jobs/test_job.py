@@ -128,9 +128,8 @@ def test_summary_counts(source: Path) -> None:
 
 
 def test_summary_as_a_record() -> None:
-    summary = Summary(
-        rows=10, errors={"empty": 1}, source_tokens=50, target_tokens=40, seconds=2.0, resumed=3
-    )
+    summary = Summary(rows=10, bad_rows=1, errors={"empty": 1}, seconds=2.0, resumed=3)
+    summary.source_tokens, summary.target_tokens = 50, 40
     summary.made = {"sha256": "ab12"}
     record = summary.to_dict()
     counts = dict(rows=10, bad_rows=1, errors={"empty": 1}, first_error="", truncated=0, repeated=0)
@@ -288,10 +287,10 @@ def test_fields_and_ids_pass_through(tmp_path: Path) -> None:
     source = tmp_path / "source.tsv"
     source.write_text("id\tde\tweight\na\teins, zwei\t0.10\nb\t\t7\n")
     header, first, bad = run(source, "out.csv", column="de").decode().splitlines()
-    names = "id,weight,source,text,score,finish_reason,target_tokens,source_tokens,truncated"
+    names = "id,de,weight,text,score,finish_reason,target_tokens,source_tokens,truncated"
     assert header == f"{names},error_kind,error_message"
-    assert first == 'a,0.10,"eins, zwei","EINS, ZWEI",-0.25000004,end,3,3,false,,'
-    assert bad == "b,7,,,,error,,1,false,empty,there is no text to work on"
+    assert first == 'a,"eins, zwei",0.10,"EINS, ZWEI",-0.25000004,end,3,3,false,,'
+    assert bad == "b,,7,,,error,,1,false,empty,there is no text to work on"
 
 
 def test_a_field_that_the_output_cannot_hold(tmp_path: Path, out: Path) -> None:

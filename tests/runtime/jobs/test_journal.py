@@ -286,10 +286,11 @@ with Journal.locked(pathlib.Path({str(folder)!r})) as journal:
 
 def test_tallies_add_up() -> None:
     total = Tally()
-    total.add(Tally(3, {"empty": 1}, 1, 10, 20, -1.5, 2.0, ""))
-    total.add(Tally(2, {"empty": 1, "too-long": 1}, 0, 1, 2, -0.5, 1.0, "line 4: x"))
-    assert total == Tally(5, {"empty": 2, "too-long": 1}, 1, 11, 22, -2.0, 3.0, "line 4: x")
-    assert total.bad_rows == 3
+    total.add(Tally(3, {"empty": 1}, 1, 10, 20, -1.5, 2.0, "", bad_rows=1))
+    total.add(Tally(2, {"empty": 1, "too-long": 1}, 0, 1, 2, -0.5, 1.0, "line 4: x", bad_rows=2))
+    assert total == Tally(
+        5, {"empty": 2, "too-long": 1}, 1, 11, 22, -2.0, 3.0, "line 4: x", bad_rows=3
+    )
 
 
 def test_differences() -> None:

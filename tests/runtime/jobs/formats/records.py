@@ -8,8 +8,9 @@ import numpy as np
 
 from transferry.runtime.engine.result import RowError
 from transferry.runtime.jobs.formats.readers import open_reader
+from transferry.runtime.jobs.formats.records import Record, RowWriter
 from transferry.runtime.jobs.formats.rows import RowReader
-from transferry.runtime.jobs.formats.writers import Record, RowWriter, open_writer
+from transferry.runtime.jobs.formats.writers import open_writer
 
 WIDTH = 3
 LINES = ("text", "jsonl", "tsv", "csv")
@@ -64,11 +65,27 @@ def vectors(count: int) -> list[Record]:
     ]
 
 
+def placed(writer: RowWriter, record: Record) -> Record:
+    """A record under the names of the output, with the text in the user's own column."""
+    columns = writer.columns
+    if columns is None or not columns.is_table:
+        return record
+    error = record.get("error", {})
+    flat = {"truncated": False, **record, **{f"error_{name}": error[name] for name in error}}
+    if not columns.identified:
+        flat = {"text": flat.pop("source", None)} | {f".{name}": flat[name] for name in flat}
+        return {columns.own[0].get(name[1:], name.strip(".")): flat[name] for name in flat}
+    return {columns.own[0].get(name, name): flat[name] for name in flat}
+
+
 def write(writer: RowWriter, path: Path, content: Sequence[Record] | Sequence[Path]) -> Path:
     """Writes records, or joins files."""
     with path.open("wb") as file:
         joins = content and isinstance(content[0], Path)
-        (writer.join if joins else writer.write)(cast(Any, content), file)
+        if joins:
+            writer.join(cast("Sequence[Path]", content), file)
+        else:
+            writer.write((placed(writer, cast(Record, each)) for each in content), file)
         assert not file.closed
     return path
 

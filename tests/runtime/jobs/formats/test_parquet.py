@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 from tests.runtime.jobs.formats.records import in_parts, records, writer_of
+from transferry.runtime.engine.tasks.generate import GenerationResult, TextHypothesis
 from transferry.runtime.errors import UsageError
 from transferry.runtime.jobs.formats.readers import open_reader
-from transferry.runtime.jobs.formats.writers import Record, open_writer
+from transferry.runtime.jobs.formats.records import Record
+from transferry.runtime.jobs.formats.writers import open_writer
 
 pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is an optional extra")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -21,13 +23,15 @@ parquet = pytest.importorskip("pyarrow.parquet")
 
 def test_pyarrow_reads_tables(tmp_path: Path) -> None:
     rows = records(40)
-    writer = writer_of(tmp_path / "out.parquet", n_best=True)
+    writer = writer_of(tmp_path / "out.parquet", n_best=2)
     table = parquet.read_table(in_parts(writer, tmp_path / "out.parquet", rows, [9, 9, 30]))
     assert [(field.name, str(field.type)) for field in table.schema] == [
-        *(("id", "string"), ("note", "string"), ("source", "string"), ("text", "string")),
+        *(("id", "string"), ("text", "string"), ("note", "string")),
+        *(("transferry_text", "string"),),
         *(("score", "double"), ("finish_reason", "string"), ("target_tokens", "int64")),
         *(("source_tokens", "int64"), ("truncated", "bool"), ("error_kind", "string")),
-        *(("error_message", "string"), ("n_best", "string")),
+        ("error_message", "string"),
+        ("n_best", "list<element: struct<text: string, score: double, finish_reason: string>>"),
     ]
     assert table.schema.metadata is None
     for found, row in zip(table.to_pylist(), rows, strict=True):
@@ -35,8 +39,10 @@ def test_pyarrow_reads_tables(tmp_path: Path) -> None:
         assert found.pop("error_kind") == error.get("kind")
         assert found.pop("error_message") == error.get("message")
         assert found.pop("truncated") == ("truncated" in row)
-        n_best = found.pop("n_best")
-        assert (n_best and json.loads(n_best)) == row.get("n_best")
+        for one in (n_best := found.pop("n_best")) or ():
+            assert one.pop("finish_reason") is None  # the records have none
+        assert n_best == row.get("n_best")
+        assert (found.pop("text"), found.pop("transferry_text")) == (row["source"], row["text"])
         assert found == {name: row.get(name) for name in found}
 
 
@@ -51,11 +57,14 @@ def test_a_refused_job_leaves_no_complaint_of_the_writer(
 
     complaints: list[object] = []
     monkeypatch.setattr(sys, "unraisablehook", complaints.append)
-    writer = writer_of(tmp_path / "out.parquet", n_best=True)
+    writer = writer_of(tmp_path / "out.parquet", n_best=2)
     with pytest.raises(UsageError), (tmp_path / "out.parquet").open("wb") as file:
         writer.write(refused(), file)
     gc.collect()
     assert not complaints
+
+
+ANSWER = TextHypothesis((5,), -0.5, -0.25, "end", text="x")
 
 
 def passed_through(folder: Path, table: Any, name: str) -> Path:
@@ -64,10 +73,16 @@ def passed_through(folder: Path, table: Any, name: str) -> Path:
     reader = open_reader(folder / "in.parquet")
     writer = open_writer(folder / name, rows=reader.layout)
     rows = [
-        {"id": row.id, **row.fields, "source": row.text, "text": "x"}
+        writer.record(row, GenerationResult(str(row.text), 3, (ANSWER,)))
         for row in map(writer.admit, reader.rows())
     ]
-    return in_parts(writer, folder / name, rows, [1])
+    parts = [folder / f"{number}.part" for number in range(2)]
+    for part, some in zip(parts, (rows[:1], rows[1:]), strict=True):
+        with part.open("wb") as file:
+            writer.write(some, file)
+    with (folder / name).open("wb") as file:
+        writer.join(parts, file)
+    return folder / name
 
 
 TYPED = {
@@ -89,15 +104,14 @@ TYPED = {
 def test_parquet_to_parquet_keeps_types_and_values(tmp_path: Path) -> None:
     ids = pyarrow.array([7, 8, 9], pyarrow.uint16())
     kinds = pyarrow.array(["x", None, "x"])
-    before = pyarrow.table(
-        {"text": ["a", "b", "c"], "id": ids, **TYPED, "kind": kinds.dictionary_encode()}
-    )
+    columns = {"text": ["a", "b", "c"], "id": ids, **TYPED, "kind": kinds.dictionary_encode()}
+    before = pyarrow.table(columns)
     after = parquet.read_table(passed_through(tmp_path, before, "out.parquet"))
-    for name in TYPED:
+    assert after.column_names[: len(columns)] == list(columns)
+    for name in columns:
         assert after.schema.field(name).type == before.schema.field(name).type
         assert after[name].combine_chunks() == before[name].combine_chunks()
-    assert after["id"].combine_chunks() == ids
-    assert after["kind"].combine_chunks() == kinds  # of categories the values stay
+    assert after["transferry_text"].to_pylist() == ["x"] * 3
 
 
 def test_parquet_to_jsonl_and_csv(tmp_path: Path) -> None:
@@ -119,8 +133,10 @@ def test_parquet_to_jsonl_and_csv(tmp_path: Path) -> None:
     }
     for number, line in enumerate(lines):
         fields = {name: (first, None, last)[number] for name, (first, last) in expected.items()}
-        answer = {"source": "abc"[number], "text": "x"}
-        assert json.loads(line) == {"id": number, **fields, **answer}
+        found = json.loads(line)
+        assert {name: found[name] for name in fields} == fields
+        assert (found["id"], found["source"], found["text"]) == (number, "abc"[number], "x")
+        assert list(found)[: 1 + len(fields)] == ["id", *fields]
     assert number == 2
     path = passed_through(tmp_path, table, "out.csv")
     (row, _, _) = open_reader(path, column="text").rows()
@@ -138,5 +154,5 @@ def test_ids_of_parquet(tmp_path: Path, kind: str) -> None:
         "null": (pyarrow.array([None], pyarrow.int32()), 0),
     }
     column, id = ids[kind]
-    path = passed_through(tmp_path, pyarrow.table({"text": ["a"], "id": column}), "out.parquet")
-    assert parquet.read_table(path)["id"].to_pylist() == [id]
+    path = passed_through(tmp_path, pyarrow.table({"text": ["a"], "id": column}), "out.jsonl")
+    assert json.loads(path.read_text())["id"] == id

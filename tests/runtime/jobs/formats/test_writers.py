@@ -29,9 +29,9 @@ from tests.runtime.jobs.formats.records import (
 from transferry.runtime.engine.result import RowError
 from transferry.runtime.engine.tasks.table import TASKS
 from transferry.runtime.errors import InputError, UsageError
-from transferry.runtime.jobs.formats import writers
 from transferry.runtime.jobs.formats.readers import open_reader
-from transferry.runtime.jobs.formats.writers import Record, open_writer
+from transferry.runtime.jobs.formats.records import Record
+from transferry.runtime.jobs.formats.writers import ROW_GROUP, ParquetWriter, open_writer
 
 zstandard = pytest.importorskip("zstandard", reason="zstandard is an optional extra")
 pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is an optional extra")
@@ -42,16 +42,17 @@ parquet = pytest.importorskip("pyarrow.parquet")
 def test_pandas_reads_tables(tmp_path: Path, name: str) -> None:
     pandas = pytest.importorskip("pandas")
     rows = records(40)
-    path = in_parts(writer_of(tmp_path / name, n_best=True), tmp_path / name, rows, [9, 9, 30])
+    path = in_parts(writer_of(tmp_path / name, n_best=2), tmp_path / name, rows, [9, 9, 30])
     quoting = {"sep": "\t", "quoting": 3} if "tsv" in name else {}
     table = pandas.read_csv(path, dtype=str, keep_default_na=False, lineterminator="\n", **quoting)
     assert list(table.columns) == [
-        *("id", "note", "source", "text", "score", "finish_reason", "target_tokens"),
+        *("id", "text", "note", "transferry_text", "score", "finish_reason", "target_tokens"),
         *("source_tokens", "truncated", "error_kind", "error_message", "n_best"),
     ]
     for found, row in zip(table.to_dict("records"), rows, strict=True):
-        for field in ("id", "note", "source", "text", "finish_reason"):
+        for field in ("id", "note", "finish_reason"):
             assert found[field] == row[field]
+        assert (found["text"], found["transferry_text"]) == (row["source"], row["text"])
         assert found["truncated"] == json.dumps("truncated" in row)
         assert found["error_kind"] == row.get("error", {}).get("kind", "")
         assert found["error_message"] == row.get("error", {}).get("message", "")
@@ -71,22 +72,27 @@ def test_csv_gives_back_every_string(tmp_path: Path) -> None:
     path = write(writer, tmp_path / "out.csv", rows)
     again = list(open_reader(path, column="text").rows())
     assert [(row.id, row.text, row.fields["note"]) for row in again] == [(t, t, t) for t in wild]
-    assert path.read_bytes().startswith(b"id,note,source,text,score,")
+    assert path.read_bytes().startswith(b"id,text,note,transferry_text,score,")
 
 
 def test_tsv_has_no_place_for_tabs_and_line_breaks(tmp_path: Path) -> None:
     content = b'id,text,note\n1,a,"x\ty"\n"2\n",b,z\n3,"c\td",\n'
     reader = reader_of(tmp_path, content=content)
     writer = open_writer(tmp_path / "out.tsv", rows=reader.layout)
-    first, second, third = map(writer.admit, reader.rows())
-    assert first.text == RowError("fields", "tsv output cannot hold the field 'note'")
-    assert first.fields == {}
-    assert second.text == RowError("fields", "tsv output cannot hold the field 'id'")
-    assert (second.id, second.fields) == (1, {"note": "z"})
-    assert third.text == "c\td"
-    row = {"id": "3", "note": "", "source": "c\td", "text": "e\nf\r\ng\t"}
-    lines = write(writer, tmp_path / "out.tsv", [row]).read_text(encoding="utf-8")
-    assert lines.splitlines()[1] == "3\t\tc d\te f  g \t\t\t\t\tfalse\t\t"
+    rows = list(map(writer.admit, reader.rows()))
+    for row, name in zip(rows, ("note", "id", "text"), strict=True):
+        assert row.text == RowError("fields", f"tsv output cannot hold the field {name!r}")
+    assert [row.cells for row in rows] == [("1", "a", None), (None, "b", "z"), ("3", None, "")]
+    # In answers they become spaces; to TSV from TSV cells stay as they are.
+    line = {"id": "3", "note": "", "source": "c", "text": "e\nf\r\ng\t"}
+    lines = write(writer, tmp_path / "out.tsv", [line]).read_text(encoding="utf-8")
+    assert lines.splitlines()[1] == "3\tc\t\te f  g \t\t\t\t\tfalse\t\t"
+    again = reader_of(tmp_path, "in.tsv", b"id\ttext\n1\ta\rb\n")
+    writer = open_writer(tmp_path / "out.tsv", rows=again.layout)
+    (row,) = map(writer.admit, again.rows())
+    assert row.text == "a\rb"
+    (line,) = [{"id": "1", "source": row.text}]
+    assert b"\n1\ta\rb\t" in write(writer, tmp_path / "out.tsv", [line]).read_bytes()
 
 
 @pytest.mark.parametrize("compression", ["", ".gz", ".zst"])
@@ -106,7 +112,7 @@ def test_pandas_reads_jsonl(tmp_path: Path, compression: str) -> None:
 
 def test_jsonl_holds_what_is_so(tmp_path: Path) -> None:
     writer = writer_of(tmp_path / "out.jsonl")
-    row = {"id": 1, "a": {"b": [None, 12345678901234567890123]}, "text": "ä", "truncated": False}
+    row = {"id": 1, "a": {"b": [None, 12345678901234567890123]}, "text": "ä"}
     vector = {"id": 2, "vector": np.array([0.1, 1e-9, 3], np.float32), "share": float("nan")}
     path = write(writer, tmp_path / "out.jsonl", [row, vector])
     assert path.read_text(encoding="utf-8").splitlines() == [
@@ -178,13 +184,18 @@ def test_jsonl_to_jsonl_leaves_each_row_its_fields(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["out.csv", "out.tsv", "out.jsonl", "out.parquet"])
-def test_a_column_called_as_a_part_of_the_answer_is_refused(tmp_path: Path, name: str) -> None:
-    reader = reader_of(tmp_path, content=b"source,score,error,target\n")
-    with pytest.raises(InputError, match="names error, score; rename these columns"):
-        open_writer(tmp_path / name, rows=reader.layout)
+def test_a_column_called_as_a_part_of_the_answer_keeps_its_name(tmp_path: Path, name: str) -> None:
+    reader = reader_of(tmp_path, content=b"source,score,error,target,transferry_score\n")
+    writer = open_writer(tmp_path / name, rows=reader.layout)
+    assert writer.columns
+    theirs = ("source", "score", "error", "target", "transferry_score")
+    own = ("text", "transferry_transferry_score", "finish_reason")
+    if name == "out.jsonl":
+        assert writer.columns.names[:8] == ("id", *theirs[1:], "source", *own[:2])
+        assert "transferry_error" in writer.columns.names
+    else:
+        assert writer.columns.names[:8] == (*theirs, *own)
     open_writer(tmp_path / "out.txt", rows=reader.layout)  # which repeats nothing
-    with pytest.raises(InputError, match="names error, target; rename"):
-        open_writer(tmp_path / name, rows=reader.layout, task="score")
 
 
 def test_plain_text_and_vectors_admit_any_field(tmp_path: Path) -> None:
@@ -213,7 +224,7 @@ def test_vectors_of_another_width_are_no_rows(tmp_path: Path) -> None:
         write(writer, tmp_path / "o.npy", vectors(1))
 
 
-@pytest.mark.parametrize("count", [0, 1, writers.ROW_GROUP, writers.ROW_GROUP + 5])
+@pytest.mark.parametrize("count", [0, 1, ROW_GROUP, ROW_GROUP + 5])
 def test_pyarrow_reads_vectors(tmp_path: Path, count: int) -> None:
     out, rows = tmp_path / "out.parquet", vectors(count)
     reader = reader_of(tmp_path, "in.txt", b"")
@@ -240,8 +251,9 @@ OUTPUTS = [
 
 @pytest.mark.parametrize(("task", "name"), OUTPUTS)
 def test_no_byte_tells_how_rows_were_cut(tmp_path: Path, task: str, name: str) -> None:
-    writer = writer_of(tmp_path / name, b"text,note\n", task=task, n_best=True, width=WIDTH)
-    if isinstance(writer, writers.ParquetWriter):
+    n_best = 1 if "text" in name else 2
+    writer = writer_of(tmp_path / name, b"text,note\n", task=task, n_best=n_best, width=WIDTH)
+    if isinstance(writer, ParquetWriter):
         writer = replace(writer, group=64)
     texts = [f"{text}{number}" for number in range(50) for text in TEXTS]
     # Ids are numbers here.
