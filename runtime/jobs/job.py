@@ -237,6 +237,8 @@ class Job:
             "width": self.task.width,
             "chunk_rows": options.chunk_rows,
         }
+        if "special_tokens" in described:
+            values["special_tokens"] = described["special_tokens"]
         if options.long_rows == "split":
             values["sentencex"] = described.get("sentencex")
         values |= {name: value for name, value in options.dialect.items() if value is not None}

@@ -184,7 +184,7 @@ def test_answers_in_a_file_are_theirs(
     task = ["--task", "embed"] if kind in ENCODERS else ["--no-split-lines"]
     for mode, split in MODES.items():
         out = tmp_path / f"{mode}.jsonl"
-        given = ["--long-rows", "truncate", "--special-tokens", mode, "--quiet"]
+        given = ["--long-rows", "truncate", "--quiet", "--special-tokens", mode]
         found = call("run", bundle, rows, "-o", out, *task, *given)
         assert found.exit_code == 6, found.stderr  # empty rows are errors
         records = [json.loads(line) for line in out.read_text().split("\n")[:-1]]
@@ -200,6 +200,9 @@ def test_answers_in_a_file_are_theirs(
                 assert (vector - wanted).abs().max() <= 1e-4 * wanted.abs().max(), text
             else:
                 assert record["text"] == generated(model, tokenizer, ids), text
+        other = [*given[:-1], *(each for each in MODES if each != mode)]
+        again = call("run", bundle, rows, "-o", out, *task, *other)
+        assert (again.exit_code, "exists already" in again.stderr) == (2, True)
         summary = json.loads((tmp_path / f"{mode}.jsonl.summary.json").read_text())
         assert summary["special_texts"] >= 1
         assert (summary.get("special_tokens") == "as-tokens") is (mode == "as-tokens")
