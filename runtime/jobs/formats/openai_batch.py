@@ -15,7 +15,6 @@ from typing import Any, Literal
 from transferry.runtime.engine.result import PartsResult, RowError, RowResult
 from transferry.runtime.errors import UsageError
 from transferry.runtime.jobs.formats.cells import json_value, to_json
-from transferry.runtime.settings import shown
 
 Endpoint = Literal["chat/completions", "completions", "embeddings"]
 # The key of the body that holds the input, and the task that answers it.
@@ -83,6 +82,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 # Whether a prompt has the tokenizer's special tokens around it; a chat's are the template's.
 SPECIAL_TOKENS = {"chat/completions": False, "completions": True, "embeddings": True}
 
+MOST_SHOWN = 60  # characters of a value in a message
 # Ids that are remembered, some 40 MB.
 MOST_IDS = 1 << 19
 
@@ -157,13 +157,13 @@ def parse_request(line: Mapping[str, Any]) -> Request | RowError:
     """Returns the request of a line, or the error of a line that holds no request."""
     custom_id, url, body = (line.get(name) for name in ("custom_id", "url", "body"))
     if not isinstance(custom_id, str):
-        return RowError("malformed", f"expected custom_id, a text, found {shown(custom_id)}")
+        return RowError("malformed", f"expected custom_id, a text, found {_shown(custom_id)}")
     endpoint = str(url).partition("/v1/")[2]
     if endpoint not in INPUTS:
         known = ", ".join(f"/v1/{name}" for name in INPUTS)
-        return RowError("malformed", f"expected url to be one of {known}, found {shown(url)}")
+        return RowError("malformed", f"expected url to be one of {known}, found {_shown(url)}")
     if not isinstance(body, dict):
-        return RowError("malformed", f"expected body, an object, found {shown(body)}")
+        return RowError("malformed", f"expected body, an object, found {_shown(body)}")
     named = custom_id, endpoint, str(body.get("model", ""))
     key, _ = INPUTS[endpoint]
     try:
@@ -180,7 +180,7 @@ def _inputs(key: str, value: Any) -> tuple[tuple[str, ...], Literal["messages", 
     """Returns the inputs of a body as texts, and their type if they are JSON."""
     if key == "messages":
         if not isinstance(value, list):
-            raise UsageError(f"expected messages to be a list of messages, found {shown(value)}")
+            raise UsageError(f"expected messages to be a list of messages, found {_shown(value)}")
         return (to_json([_message(message) for message in value]),), "messages"
     if isinstance(value, str):
         return (value,), None
@@ -191,7 +191,7 @@ def _inputs(key: str, value: Any) -> tuple[tuple[str, ...], Literal["messages", 
     if lists and all(_is_ids(item) for item in lists):
         return tuple(map(to_json, lists)), "ids"
     raise UsageError(
-        f"expected {key} to be a text, token ids, or a list of these, found {shown(value)}"
+        f"expected {key} to be a text, token ids, or a list of these, found {_shown(value)}"
     )
 
 
@@ -226,7 +226,7 @@ def _settings(body: dict[str, Any]) -> dict[str, Any]:
             value = int(value)
         texts = not isinstance(value, list) or all(isinstance(each, str) for each in value)
         if not isinstance(value, kind) or isinstance(value, bool) or not texts:
-            raise UsageError(f"{name} cannot be {shown(value)}")
+            raise UsageError(f"{name} cannot be {_shown(value)}")
         settings[renamed] = value
     if "stop" in settings:
         stop = settings.pop("stop")
@@ -250,9 +250,9 @@ def _embedding(body: dict[str, Any]) -> dict[str, Any]:
     """Takes the settings of vectors of a body; returns them as fields of Request."""
     form, dimensions = body.pop("encoding_format", "float"), body.pop("dimensions", None)
     if form not in ("float", "base64"):
-        raise UsageError(f"expected encoding_format to be float or base64, found {shown(form)}")
+        raise UsageError(f"expected encoding_format to be float or base64, found {_shown(form)}")
     if dimensions is not None and (type(dimensions) is not int or dimensions < 1):
-        raise UsageError(f"expected dimensions to be at least 1, found {shown(dimensions)}")
+        raise UsageError(f"expected dimensions to be at least 1, found {_shown(dimensions)}")
     return {"packed": form == "base64", "dimensions": dimensions or 0}
 
 
@@ -264,7 +264,13 @@ def _require_neutral(body: Mapping[str, Any], endpoint: Endpoint) -> None:
         if name == "add_special_tokens":
             neutral = (special,)
         if name not in WITHOUT_EFFECT and not any(_is(value, each) for each in neutral):
-            raise UsageError(f"{name} = {shown(value)} has no counterpart here; leave it out")
+            raise UsageError(f"{name} = {_shown(value)} has no counterpart here; leave it out")
+
+
+def _shown(value: Any) -> str:
+    """Returns the beginning of a value as JSON."""
+    text = to_json(value)
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 
 
 def _is(value: Any, other: Any) -> bool:

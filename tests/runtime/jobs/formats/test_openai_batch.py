@@ -124,8 +124,8 @@ def test_other_formats_hold_the_answers_too(writer_bundle_folder: Path, tmp_path
         (request(0, "a", logprobs=0), "logprobs = 0 has no counterpart here"),
         (request(0, "a", CHAT), "expected messages to be a list of messages"),
         (request(0, "a", logit_bias={"5": -100}), "logit_bias = .* has no counterpart here"),
-        (request(0, "a", n="many"), "n cannot be 'many'"),
-        (request(0, "a", n=True), "n cannot be True"),
+        (request(0, "a", n="many"), 'n cannot be "many"'),
+        (request(0, "a", n=True), "n cannot be true"),
         (request(0, [{"content": [{"type": "image_url"}]}], CHAT), "a message of texts"),
     ],
 )
