@@ -28,8 +28,10 @@ def report_text(report: ParityReport) -> str:
     verdict = "answers as torch does"
     if not report.passed:
         verdict = "does not answer as torch does; do not deploy it"
+    compared = report.settings.get("compared")  # of an audit
     parts = [
         [f"{'PASSED' if report.passed else 'FAILED'}: {report.bundle} {verdict}"],
+        [wrapped(f"Compared: {compared}")] if compared else [],
         [] if report.origin is None else [str(report.origin)],
         [table(_stage_header(report), [_row(report, stage) for stage in report.stages()])],
         [*_faults(report), *_claims(report)],
@@ -59,7 +61,7 @@ def _claims(report: ParityReport) -> list[str]:
     held = f"{len(report.claims) - len(wrong)} of {len(report.claims)}"
     if "variant" in report.settings:
         return [f"Manifest and files: {held} claims hold", *wrong]
-    return [f"Declared types and shapes: {held} correct", *wrong]
+    return [f"Declarations and files: {held} claims hold", *wrong]
 
 
 def _confidence(report: ParityReport) -> list[str]:
@@ -77,7 +79,11 @@ def _other_runtimes(report: ParityReport) -> list[str]:
 
 
 def _settings(report: ParityReport) -> list[str]:
-    shown = {k: v for k, v in report.settings.items() if not k.endswith("_sha256")}
+    shown = {
+        name: value
+        for name, value in report.settings.items()
+        if name != "compared" and not name.endswith("_sha256")
+    }
     settings = "; ".join(f"{name} {setting_text(value)}" for name, value in shown.items())
     command = _next_command(report)
     return [wrapped(f"Settings: {settings}"), *([f"Next: {command}"] if command else [])]

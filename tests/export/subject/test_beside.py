@@ -214,7 +214,7 @@ def test_an_audit_compares_the_files_and_plants_faults_in_them(
     text = tmp_path / "text.txt"
     text.write_text("the cat sat on\nhello world\n")
     arguments = ("audit", graphs, "--reference", tmp_path / "bert", "--text", text, "--quiet")
-    assert "compared graphs; tokenizer: " in done(*arguments).stdout.replace("\n", " ")
+    assert "Compared: graphs; tokenizer: " in done(*arguments).stdout.replace("\n", " ")
 
     checkpoint = load_checkpoint(tmp_path / "run")
     beside = beside_graphs(graphs, tmp_path / "bert", TEXTS)
