@@ -78,6 +78,7 @@ def write(kind: str, folder: Path) -> None:
     own = {"model_type": kind, "pad_token_id": 1, "eos_token_id": 0, "decoder_start_token_id": 1}
     (folder / "config.json").write_text(json.dumps(own))
     made = transformers.AutoTokenizer.from_pretrained(folder)
+    made.save_pretrained(folder)  # with every setting that transformers writes
     size = max(*made.get_vocab().values(), 1) + 1
     end = made.sep_token_id if kind in ENCODERS else made.eos_token_id
     pad = 1 if kind in AFTER_PADDING else end if made.pad_token_id is None else made.pad_token_id

@@ -99,24 +99,37 @@ def marian_tokenizer(pretrained: PretrainedFolder, config: ModelConfig) -> AnyTo
                 f"embeds, found {largest}; {REMEDY}"
             )
     require_files(folder, *kind.names)
-    texts = _special_texts(pretrained, "vocab.json")
+    texts = _special_texts(pretrained, "MarianTokenizer", "PythonBackend")
     special = SpecialTokens(pad_id=pad, bos_id=begin, eos_id=eos, after=(end,), texts=texts)
     files = {name: read_bytes(folder / name) for name in kind.names}
     settings.only("sp_model_kwargs", {})
     return _cleaning(settings, _third_party(kind, files, special, config, str(folder)))
 
 
-def _special_texts(pretrained: PretrainedFolder, *files: str) -> dict[str, int]:
-    """Returns the special tokens of tokenizer_config.json by their texts, as far as files have ids.
+def _special_texts(pretrained: PretrainedFolder, *classes: str) -> dict[str, int]:
+    """Returns the special tokens of tokenizer_config.json by their texts, as far as they have ids.
 
     Those are tokens of their own in a text for transformers, and text for SentencePiece.
+
+    Args:
+        pretrained: The folder.
+        classes: Names of the tokenizer's class.
+
+    Raises:
+        InputError: The folder names another class.
     """
-    settings, table = pretrained.tokenizer, dict[str, int]()
-    for name in files:
-        table |= read_document(pretrained.folder / name, dict[str, int], REMEDY, most=MOST_BYTES)
+    settings = pretrained.tokenizer
+    names = [*classes, *(f"{name}Fast" for name in classes)]
+    settings.choice("tokenizer_class", {name: name for name in names}, classes[0])
+    path = pretrained.folder / "vocab.json"
+    table = read_document(path, dict[str, int], REMEDY, most=MOST_BYTES)
     usual = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+    usual = {name: "" for name in settings.values if name.endswith("_token")} | usual
     named = [settings.get(name, text) for name, text in usual.items()]
     named += [text for text, _ in added_tokens(pretrained)]
+    for name in ("extra_special_tokens", "additional_special_tokens"):
+        more = settings.get(name, [])
+        named += more if isinstance(more, list) else []
     texts = [each.get("content") if isinstance(each, dict) else each for each in named]
     return {text: table[text] for text in texts if isinstance(text, str) and text in table}
 
@@ -202,7 +215,7 @@ def _m2m_tokenizer(
     files = {"source.spm": pieces, "target.spm": pieces}
     files["vocab.json"] = json.dumps(table, ensure_ascii=False).encode()
     named = {f"__{name}__": number for name, number in languages.items()}
-    texts = _special_texts(pretrained, "vocab.json") | named
+    texts = _special_texts(pretrained, "M2M100Tokenizer", "PythonBackend") | named
     special = dataclasses.replace(special, texts=texts)
     made = _third_party(SentencePiecePair, files, special, config, str(folder))
     return _cleaning(pretrained.tokenizer, made)
@@ -334,6 +347,9 @@ def _sentencepiece(pretrained: PretrainedFolder, config: ModelConfig) -> AnyToke
         before=(bos,) if settings.flag("add_bos_token", False) else (),
         after=(eos,) if settings.flag("add_eos_token", False) else (),
     )
+    for name in settings.values:
+        if name == "tokenizer_class" or name.endswith("_token"):  # as the model names them itself
+            settings.get(name)
     files = dict.fromkeys(SentencePieceTokenizer.names, read_bytes(path, MOST_BYTES))
     tokenizer = _third_party(SentencePieceTokenizer, files, special, config, str(path))
     assert isinstance(tokenizer, SentencePieceTokenizer)
