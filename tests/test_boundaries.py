@@ -402,7 +402,7 @@ def test_the_runtime_imports_on_a_host_without_torch_and_onnx() -> None:
     script = """
 import importlib, pathlib, sys
 for absent in ("torch", "onnx", "onnx_ir", "onnxscript", "safetensors", "tokenizers", "click",
-               "jinja2", "pyarrow", "ray", "sentencepiece", "zstandard", "cryptography",
+               "jinja2", "openpyxl", "pyarrow", "ray", "sentencepiece", "zstandard", "cryptography",
                "transferry.build_model", "transferry.export"):
     sys.modules[absent] = None  # what the import system takes for "not to be found"
 import transferry
