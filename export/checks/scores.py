@@ -107,12 +107,15 @@ def written(engine: Engine, texts: Sequence[str], change: Change = lambda record
     texts = (*texts, *FEW_TEXTS)[:WRITTEN_ROWS]
     for name in engine.tasks:
         pairs = name == "rank" or (name == "score" and engine.decoder.has_encoder)
-        task = _task(engine, name, pairs=pairs)
         rows = [
             InputRow(n, n, text, {"second": text} if pairs else {}, target=text if pairs else None)
             for n, text in enumerate(texts)
         ]
-        results = list(task.answers(engine, map(task.given, rows), 0))
+        try:
+            task = _task(engine, name, pairs=pairs)
+            results = list(task.answers(engine, map(task.given, rows), 0))
+        except UsageError:  # such as pairs, which this tokenizer does not join
+            continue
         for format in task.formats:
             if format in _READERS and (problem := _problem(task, rows, results, format, change)):
                 return Claim(WRITTEN, f"{name}, {format}: {problem}")
