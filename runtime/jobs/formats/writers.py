@@ -369,7 +369,7 @@ class ParquetWriter(RowWriter):
             else _with_schema(batch, schema).slice(first, rows)
             for batch, first, rows in slices
         ]
-        whole = pyarrow.Table.from_batches(batches).unify_dictionaries().combine_chunks()
+        whole = pyarrow.Table.from_batches(batches).combine_chunks()
         return dict(zip(names, whole.columns, strict=True))
 
     def join(self, files: Sequence[Path], file: BinaryIO) -> None:

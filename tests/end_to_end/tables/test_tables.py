@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 
 from tests.commands import call
+from tests.end_to_end.ways import Ways
 from tests.runtime.jobs.helpers import Echo
+from transferry import Engine
+from transferry.runtime.jobs.formats.cells import json_value
 from transferry.runtime.jobs.job import Job
 from transferry.runtime.jobs.job_options import JobOptions
 from transferry.runtime.jobs.merge import merge
@@ -257,19 +260,18 @@ def test_several_columns_resume_and_merge(tmp_path: Path, ending: str) -> None:
     whole = tmp_path / f"whole.{ending}"
     run(source, whole, column=both)
     out, options = tmp_path / f"out.{ending}", JobOptions(column=both, chunk_rows=3)
+    computed = tmp_path / "computed"
     with pytest.raises(RuntimeError, match="device is gone"):
-        Job(Echo(fail_at=11), source, out, options).run()
-    assert Job(Echo(), source, out, options).run().resumed == 1
+        Job(Echo(fail_at=13, computed=computed), source, out, options).run()
+    assert Job(Echo(computed=computed), source, out, options).run().resumed == 1
+    # Each input of the engine keeps its number, which seeds its samples.
+    assert {*map(int, computed.read_text().split())} == {*range(20)}
     assert out.read_bytes() == whole.read_bytes()
     parts = [tmp_path / f"{number}.{ending}" for number in (1, 2)]
     for number, part in enumerate(parts, start=1):
         run(source, part, column=both, partition=f"{number}/2")
     merge(parts, tmp_path / f"merged.{ending}")
     assert (tmp_path / f"merged.{ending}").read_bytes() == whole.read_bytes()
-
-
-def head(source: Path, out: str, *options: str | Path, bundle: Path | str = "none") -> Any:
-    return call("run", bundle, source, "-o", source.with_name(out), *options)
 
 
 @pytest.mark.parametrize(
@@ -350,3 +352,71 @@ def test_fields_of_json_are_chosen_by_row(tmp_path: Path) -> None:
         for record, theirs in zip(found, kept, strict=True):
             assert list(record) == [*theirs, *answers]
             assert {name: record[name] for name in theirs} == theirs
+
+
+TASKS: dict[str, tuple[str, list[str]]] = {
+    "generate": ("text", ["--beam", "2", "--n-best", "2"]),
+    "score": ("total", []),
+    "embed": ("vector", []),
+    "fill-mask": ("text", []),
+    "classify": ("label", []),
+    "rank": ("score", ["--pair", "pair"]),
+    "tag": ("tags", []),
+}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_task_answers_every_column(task: str, ways: Ways, tmp_path: Path) -> None:
+    """Each cell of two columns has the answer that Engine gives to it alone."""
+    way, bundle = ways(task)
+    answer, options = TASKS[task]
+    columns: dict[str, list[Any]] = {
+        "title": ["the cat", "", "a dog ran"],
+        "n": [1, 2, 3],
+        "body": ["the dog", "a", "b"],
+        "pair": ["x", "y", "z"],
+    }
+    columns = {
+        name: [way.text(cell) if name in ("title", "body") and cell else cell for cell in cells]
+        for name, cells in columns.items()
+    }
+    parquet.write_table(pyarrow.table(columns), tmp_path / "in.parquet")
+    command = ["score"] if task == "score" else ["run"]
+    named = [] if task == "score" else ["--task", task]
+    both = ["--column", "title", "--column", "body", "--output-column", "a", "--output-column", "b"]
+    found: dict[str, Any] = {}
+    for ending in ("parquet", "jsonl"):
+        out = tmp_path / f"out.{ending}"
+        ran = call(*command, bundle, tmp_path / "in.parquet", "-o", out, *named, *both, *options)
+        assert ran.exit_code == 6, ran.stderr
+        if ending == "parquet":
+            found[ending] = parquet.read_table(out).to_pylist()
+        else:
+            found[ending] = [json.loads(line) for line in out.read_text().splitlines()]
+    with Engine.load(bundle) as engine:
+        for name, output in {"title": "a", "body": "b"}.items():
+            given: Any = columns[name]
+            if task in ("rank", "score"):
+                seconds: list[Any] = columns["pair"] if task == "rank" else [None] * 3
+                given = list(zip(given, seconds, strict=True))
+            searched: Any = {"beam": 2, "n_best": 2} if task == "generate" else {}
+            results = getattr(engine, task.replace("-", "_"))(given, **searched)
+            for place, result in enumerate(results):
+                record, cells = result.record(2), result.cells(2)
+                row, line = found["parquet"][place], found["jsonl"][place]
+                assert row["n"] == line["n"] == columns["n"][place]
+                if "error" in record:
+                    assert row[f"{name}_error_kind"] == record["error"]["kind"]
+                    assert line[f"{name}_error"] == record["error"]
+                    continue
+                if task == "embed":
+                    # Other rows of a batch change the last bits.
+                    assert row[output] == pytest.approx(record["vector"].tolist(), abs=1e-6)
+                    continue
+                assert row[output] == cells[answer]
+                for part, value in cells.items():
+                    if part not in (answer, "source"):
+                        assert row[f"{name}_{part}"] == value, part
+                for part, value in record.items():
+                    written = line[output if part == answer else f"{name}_{part}"]
+                    assert json.dumps(written) == json.dumps(value, default=json_value), part
