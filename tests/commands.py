@@ -1,5 +1,6 @@
 """The command line, called in this process."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from click.testing import CliRunner, Result
@@ -28,3 +29,16 @@ def done(*arguments: str | Path, stdin: bytes = b"") -> Result:
     result = call(*arguments, stdin=stdin)
     assert result.exit_code == 0, result.stderr
     return result
+
+
+def changed(given: Sequence[str | Path], *options: str) -> list[str | Path]:
+    """A command with options in place of those of the same name."""
+    names = {option.partition("=")[0] for option in options}
+    words = iter(given)
+    kept: list[str | Path] = []
+    for word in words:
+        if word in names:
+            next(words)  # its value
+        elif str(word).partition("=")[0] not in names:
+            kept.append(word)
+    return [*kept, *options]

@@ -121,7 +121,8 @@ def test_pairs_are_scored(bundle_folder: Path, lines: Path, tmp_path: Path) -> N
     said = float(scored.stderr.partition("perplexity ")[2].split()[0])
     assert said == pytest.approx(perplexity, rel=1e-4)
     settings = (tmp_path / "scores.jsonl.settings.toml").read_text()
-    assert f"perplexity = {said}" in settings
+    exact = float(settings.partition("perplexity = ")[2].split()[0])
+    assert exact == pytest.approx(perplexity, rel=1e-12)
     again = done("score", bundle_folder, lines, "--target", lines, "-o", out)
     assert "scores.jsonl was finished before: 9 rows" in again.stderr
     shorter = out.with_name("shorter")

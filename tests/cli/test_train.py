@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.cli.training import SMALLEST
-from tests.commands import call
+from tests.commands import call, changed
 
 pytestmark = pytest.mark.usefixtures("traces")
 
@@ -29,7 +29,7 @@ class TestTrain:
             "--d-ff=48",
             "--decoder-layers=2",
         ]
-        options = [*SMALLEST, *shape, "--max-positions=64", "--max-steps=2"]
+        options = changed(SMALLEST, *shape, "--max-positions=64", "--max-steps=2")
         trained = call("train", "--builtin", "--out", run, *options)
         assert trained.exit_code == 0, trained.stderr
         assert "validation loss" in trained.stderr
@@ -94,7 +94,7 @@ class TestTrain:
         assert list(tmp_path.iterdir()) == []
 
     def test_a_refused_shape_leaves_nothing(self, pairs: list[str], tmp_path: Path) -> None:
-        result = call("train", *pairs, *SMALLEST, "--heads", "3", "--out", tmp_path / "run")
+        result = call("train", *pairs, *changed(SMALLEST, "--heads=3"), "--out", tmp_path / "run")
         assert result.exit_code == 2
         assert "--d-model must be a multiple of heads (3), found 16" in result.stderr
         assert list(tmp_path.iterdir()) == []
@@ -156,7 +156,7 @@ class TestTrain:
 
         if torch.cuda.is_available():
             pytest.skip("torch can use CUDA here")
-        options = [*pairs, *SMALLEST, "--max-steps=1"]
-        result = call("train", *options, "--out", tmp_path / "run", "--device", "cuda")
+        options = [*pairs, *changed(SMALLEST, "--max-steps=1", "--device=cuda")]
+        result = call("train", *options, "--out", tmp_path / "run")
         assert result.exit_code == 5
         assert list(tmp_path.iterdir()) == []

@@ -14,7 +14,7 @@ import pytest
 import sacrebleu
 import torch
 
-from tests.commands import call, done
+from tests.commands import call, changed, done
 from tests.export.distillation.killed_distil import STUDENT
 from transferry.build_model.checkpoint import load_checkpoint
 from transferry.build_model.train.corpus import builtin_pairs
@@ -96,19 +96,6 @@ def run(tmp_path: Path) -> Path:
 def given(bundle_folder: Path, corpus: list[str], run: Path) -> list[str | Path]:
     """The command that makes the run, without a word of its own."""
     return ["distil", bundle_folder, *corpus, *OPTIONS, "--out", run]
-
-
-def changed(given: list[str | Path], *options: str) -> list[str | Path]:
-    """A command with options in place of those of the same name."""
-    names = {option.partition("=")[0] for option in options}
-    words = iter(given)
-    kept = []
-    for word in words:
-        if word in names:
-            next(words)  # its value
-        elif str(word).partition("=")[0] not in names:
-            kept.append(word)
-    return [*kept, *options]
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
