@@ -400,13 +400,29 @@ class ParquetWriter(RowWriter):
 
 
 def _with_schema(batch: Any, schema: Any) -> Any:
-    """Returns columns of a batch, of the types of a schema; one file of several may differ."""
+    """Returns columns of a batch with the types of a schema; one file of several may differ.
+
+    Raises:
+        InputError: A value would change, or a text become another type.
+    """
     import pyarrow
 
-    arrays = [batch.column(name) for name in schema.names]
-    pairs = zip(arrays, schema.types, strict=True)
-    # Arrow 26 cannot cast a struct to its own type where it is a slice.
-    arrays = [array if array.type == kind else array.cast(kind) for array, kind in pairs]
+    types, arrays = pyarrow.types, []
+    for name, kind in zip(schema.names, schema.types, strict=True):
+        array = batch.column(name)
+        # Arrow 26 cannot cast a struct to its own type where it is a slice.
+        if array.type != kind:
+            texts = types.is_string(array.type) or types.is_large_string(array.type)
+            try:
+                if texts and (types.is_primitive(kind) or types.is_decimal(kind)):
+                    raise pyarrow.ArrowInvalid("texts are no numbers")
+                array = array.cast(kind)
+            except pyarrow.ArrowException as error:
+                raise InputError(
+                    f"the column {name} is {kind} in the first file and {array.type} in a later "
+                    f"one, which does not fit ({error}); add --drop {name}, or run a job for each"
+                ) from error
+        arrays.append(array)
     return pyarrow.record_batch(arrays, schema)
 
 

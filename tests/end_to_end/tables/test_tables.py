@@ -13,6 +13,7 @@ from tests.commands import call
 from tests.end_to_end.ways import Ways
 from tests.runtime.jobs.helpers import Echo
 from transferry import Engine
+from transferry.runtime.errors import InputError
 from transferry.runtime.jobs.formats.cells import json_value
 from transferry.runtime.jobs.job import Job
 from transferry.runtime.jobs.job_options import JobOptions
@@ -167,6 +168,20 @@ def test_fields_keep_types_nulls_and_metadata(tmp_path: Path) -> None:
         found = parquet.read_table(out)
         assert found.select(schema.names).equals(before, check_metadata=True), name
         assert found["text"].to_pylist() == ["A", "B"]
+
+
+def test_files_of_other_types(tmp_path: Path) -> None:
+    """As pandas writes a column without values; but no text becomes a number."""
+    for name, values in (("a", [1, 2]), ("b", [None, None]), ("c", ["007", "8"])):
+        table = pyarrow.table({"text": ["x", "y"], "n": values})
+        parquet.write_table(table, tmp_path / f"{name}.parquet")
+    sources, out = [tmp_path / f"{name}.parquet" for name in "abc"], tmp_path / "out.parquet"
+    Job(Echo(), sources[:2], out, JobOptions()).run()
+    assert parquet.read_table(out)["n"].to_pylist() == [1, 2, None, None]
+    with pytest.raises(InputError, match=r"n is int64 in the first .* add --drop n, or run a job"):
+        Job(Echo(), sources, out, JobOptions(force=True)).run()
+    Job(Echo(), sources, out, JobOptions(force=True, drop=("n",))).run()
+    assert "n" not in parquet.read_schema(out).names
 
 
 def test_a_text_that_is_no_utf8_leaves_an_empty_row(tmp_path: Path) -> None:
