@@ -229,13 +229,12 @@ class Job:
             "column": options.column,
             "columns": self.layout.columns,
             "output_columns": self.writer.columns and self.writer.columns.names,
-            "keep": options.keep,
-            "drop": options.drop,
+            "output_delimiter": self.layout.delimiter,
+            **{name: getattr(options, name) for name in ("keep", "drop", "chunk_rows")},
             "has_id": self.layout.has_id,
             "output_format": self.writer.format,
             "compression": named_format(self.output)[1],
             "width": self.task.width,
-            "chunk_rows": options.chunk_rows,
         }
         if "special_tokens" in described:
             values["special_tokens"] = described["special_tokens"]

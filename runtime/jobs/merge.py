@@ -167,5 +167,11 @@ def _writer(partition: _Partition, out: Path) -> RowWriter:
             f"{out} must be compressed as {partition.path} is; let its name end in "
             f"{compression or 'no .gz or .zst'}"
         )
-    names, width = fingerprint["output_columns"], fingerprint["width"]
-    return join_writer(format, named_format(out)[1], names=names, schema=schema, width=width)
+    return join_writer(
+        format,
+        named_format(out)[1],
+        names=fingerprint["output_columns"],
+        schema=schema,
+        width=fingerprint["width"],
+        delimiter=fingerprint["output_delimiter"],
+    )

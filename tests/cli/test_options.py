@@ -38,7 +38,7 @@ NINES = "9" * 20
         (f"{RUN} --force --force --stop a --stop b --limit 0", "--limit must be at least 1"),
         (f"{RUN} --replicas 0", "0 is not in the range 1<=x<=1024"),
         (f"{RUN} --batch-rows {NINES}", "is not in the range 1<=x<=65536"),
-        (f"{RUN} --length-penalty nan", "--length-penalty must be from 0 to 10, found nan"),
+        (f"{RUN} --length-penalty nan", "--length-penalty must be from -10 to 10, found nan"),
         (f"{RUN} --sample --temperature inf", "temperature must be from 1e-6 to 1e6"),
         (f"{RUN} --prefix \udcff", "--prefix must be UTF-8, found"),
         (f"{RUN} --n-best 2 --beam 2 --format text", "text has one answer a row"),

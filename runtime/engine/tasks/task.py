@@ -61,6 +61,7 @@ class Layout:
         task: The task that the input sets.
         others: Fields that hold further texts, each answered too.
         names: All columns of a table, in order; empty for other inputs.
+        delimiter: Character between the columns of CSV.
     """
 
     path: Any
@@ -73,6 +74,7 @@ class Layout:
     task: str | None = None
     others: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
+    delimiter: str = ","
 
     @property
     def texts(self) -> tuple[str, ...]:

@@ -292,6 +292,9 @@ class _Record:
 class _CsvReader(_TsvReader):
     """RFC 4180: commas, and quotation marks around fields with commas or line breaks."""
 
+    def _layout(self, format: InputFormat, column: str | None) -> Layout:
+        return replace(super()._layout(format, column), delimiter=self._delimiter or ",")
+
     def _lines(self) -> Iterator[_Line]:
         csv.field_size_limit(max(csv.field_size_limit(), MOST_LINE))
         record = _Record(self._delimited(usual=",", keep_ends=True), self._encoding)

@@ -90,7 +90,9 @@ def open_writer(
     is_table = format != "jsonl"
     columns = output_columns(rows, own, kind.answer, choice, is_table=is_table)
     schema = _schema(rows, columns, width) if format == "parquet" else None
-    writer = join_writer(format, compression, names=columns.names, schema=schema)
+    writer = join_writer(
+        format, compression, names=columns.names, schema=schema, delimiter=rows.delimiter
+    )
     if isinstance(writer, _TsvWriter) and rows.format == "tsv":
         writer = replace(writer, verbatim=frozenset(columns.repeated))
     return replace(writer, columns=columns)
@@ -103,6 +105,7 @@ def join_writer(
     names: Sequence[str] = (),
     schema: Any = None,
     width: int = 0,
+    delimiter: str = ",",
 ) -> RowWriter:
     """Returns a writer of a job that can at least join its files.
 
@@ -112,6 +115,7 @@ def join_writer(
         names: All columns of TSV and CSV.
         schema: Schema of Parquet.
         width: Length of the vectors of npy.
+        delimiter: Character between the columns of CSV.
     """
     if format == "npy":
         return _NpyWriter(format=format, width=width)
@@ -119,7 +123,7 @@ def join_writer(
         return ParquetWriter(format=format, schema=schema)
     if format in ("csv", "tsv"):
         kind = _CsvWriter if format == "csv" else _TsvWriter
-        return kind(format=format, compression=compression, names=tuple(names))
+        return kind(format=format, compression=compression, names=tuple(names), delimiter=delimiter)
     line = {"text": _text_line, "jsonl": _json_line, "openai": response_line}[format]
     return _LineWriter(format=format, compression=compression, to_line=line)
 
@@ -196,9 +200,11 @@ class _CsvWriter(_LineWriter):
 
     Attributes:
         names: All columns, in order.
+        delimiter: Character between the columns of CSV.
     """
 
     names: tuple[str, ...]
+    delimiter: str = ","
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "header", self.joined({name: name for name in self.names}))
@@ -206,7 +212,12 @@ class _CsvWriter(_LineWriter):
 
     def joined(self, record: Record) -> str:
         """Returns the line of a record."""
-        return _csv(cell_text(record.get(name)) for name in self.names)
+        cells = (cell_text(record.get(name)) for name in self.names)
+        # With both characters in its line terminator, csv quotes fields with either of them;
+        # writerow passes on the result of `write`.
+        writer = csv.writer(_Echo(), delimiter=self.delimiter, lineterminator="\r\n")
+        line: str = writer.writerow(cells)
+        return line.removesuffix("\r\n") + "\n"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,13 +264,6 @@ def _json_line(record: Record) -> str:
 
 
 _to_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=json_value).encode
-
-
-def _csv(cells: Iterable[str]) -> str:
-    # With both characters in its line terminator, csv quotes fields with either of them;
-    # writerow passes on the result of `write`.
-    line: str = csv.writer(_Echo(), lineterminator="\r\n").writerow(cells)
-    return line.removesuffix("\r\n") + "\n"
 
 
 class _Echo:

@@ -223,6 +223,23 @@ def test_cells_stay_as_csv_read_them(tmp_path: Path, name: str) -> None:
             assert row["text"] == (text.upper() if ending != "tsv" else row["text"])
 
 
+@pytest.mark.parametrize("delimiter", [";", "\t", "|"])
+def test_a_table_keeps_its_delimiter(tmp_path: Path, delimiter: str) -> None:
+    source, whole = tmp_path / "in.csv", tmp_path / "whole.csv"
+    rows = [["n", "text"], *([str(n), text] for n, text in enumerate(HARD))]
+    with source.open("w", newline="") as file:
+        csv.writer(file, delimiter=delimiter, quoting=csv.QUOTE_ALL).writerows(rows)
+    run(source, whole, column="text")
+    with whole.open(newline="") as file:
+        found = list(csv.reader(file, delimiter=delimiter, strict=True))
+    assert [row[:2] for row in found] == rows
+    parts = [tmp_path / f"{number}.csv" for number in (1, 2)]
+    for number, part in enumerate(parts, start=1):
+        run(source, part, column="text", partition=f"{number}/2")
+    merge(parts, tmp_path / "merged.csv")
+    assert (tmp_path / "merged.csv").read_bytes() == whole.read_bytes()
+
+
 def test_parquet_to_csv_and_jsonl(tmp_path: Path) -> None:
     table = frame()[["text", "id", "score"]]
     table.to_parquet(tmp_path / "in.parquet")

@@ -70,10 +70,10 @@ AS_THEY_STAND = (
     *("roberta", "xlm-roberta", "mpnet", "modernbert"),
     *(kind for kind in encoder_decoder.FAMILIES if kind != "marian"),
 )
-# Keys that other parts of a folder must follow, or that cannot be saved.
+# Keys that other parts of a folder must follow, or that cannot be saved; tuples for outputs.
 NOT_DRAWN = (
     *("vocab_size", "decoder_vocab_size", "pad_token_id", "max_position_embeddings"),
-    "output_attentions",
+    *("output_attentions", "return_dict"),
 )
 # The error of transformers for an unsupported value.
 ILLEGAL = (
