@@ -308,7 +308,7 @@ def test_a_folder_is_imported_exported_and_answers_chats(
     model.eval().save_pretrained(theirs)
     said = done("import", theirs, "--out", run).stderr
     assert "tokenizer: chat template kept for --chat and --messages" in said
-    assert "not used: config.json: " in said
+    assert "config.json, without effect on answers: " in said
     done("export", run, "--out", bundle)
     assert (bundle / "chat_template.jinja").read_text(encoding="utf-8") == QWEN
     lines = tmp_path / "lines.txt"
