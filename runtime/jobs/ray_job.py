@@ -35,13 +35,13 @@ from transferry.runtime.jobs.formats.columnar import ParquetReader
 from transferry.runtime.jobs.formats.readers import read_rows
 from transferry.runtime.jobs.formats.rows import InputRow
 from transferry.runtime.jobs.formats.sources import Inputs, open_sources
+from transferry.runtime.jobs.formats.writers import ENDINGS
 from transferry.runtime.jobs.job import RESTORE, Job, Runner
 from transferry.runtime.jobs.job_options import JobOptions, RayOptions
 from transferry.runtime.jobs.journal import Chunk, Journal, differences, hash_of_hashes
 from transferry.runtime.jobs.summary import Summary, Tally, read_summary
 from transferry.runtime.stopping import raising
 
-EXTENSIONS = {"text": "txt"}
 # Workers lost on one chunk before the job stops: some rows take every worker down.
 MOST_TRIES = 5
 # Defaults: nothing leaves the machine, and stderr is for the job.
@@ -260,7 +260,7 @@ def _needs(job: Job) -> tuple[int, int]:
 
 def chunk_name(job: Job, first: int) -> str:
     """Returns the name of the chunk that begins at a row."""
-    extension = EXTENSIONS.get(job.writer.format, job.writer.format)
+    extension = ENDINGS.get(job.writer.format, job.writer.format)
     return f"{first:012d}.{extension}{job.fingerprint['compression']}"
 
 

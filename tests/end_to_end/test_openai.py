@@ -91,8 +91,12 @@ def test_repeated_ids_are_counted(writer_bundle_folder: Path, tmp_path: Path) ->
     assert (summary["repeated_ids"], summary["first_repeated_id"]) == (3, "1")
     run = "run", writer_bundle_folder, tmp_path / "in.jsonl", "--format-in", "openai"
     told = "3 rows with the custom_id of an earlier row, first '1'"
-    for out in ("-", tmp_path / "other.jsonl"):
-        assert told in call(*run, "-o", out).stderr
+    # Requests are answered by responses where no ending names another format.
+    for out in ("-", tmp_path / "other"):
+        made = call(*run, "-o", out)
+        assert told in made.stderr
+        found = made.stdout if out == "-" else (tmp_path / "other").read_text()
+        assert found == (tmp_path / "out.jsonl").read_text()
 
 
 @pytest.fixture(scope="module")

@@ -35,6 +35,8 @@ from transferry.runtime.jobs.formats.records import (
 # Columns of every task behind its own; in tables `error` is two columns.
 _ANY_TASK = columns(truncated="boolean", error_kind="text", error_message="text")
 ROW_GROUP = 4096
+# Endings of names, where they are not the format's own name.
+ENDINGS: dict[str, str] = {"text": "txt", "openai": "jsonl"}
 _AS_SPACE = {ord(letter): " " for letter in "\t\r\n"}
 
 
@@ -133,13 +135,12 @@ def _chosen_format(
 ) -> OutputFormat:
     """Returns the format by option, input or name; raises UsageError if the task has no such."""
     name, _ = named_format(path)
-    if format is None and rows.format == "openai" and name == "jsonl":
+    if format is None and rows.format == "openai" and name in ("", "jsonl"):
         format = "openai"
     if format is None and name in get_args(OutputFormat):
         format = cast(OutputFormat, name)
     if format is None and name not in ("txt", "out") and not TEXT_NAME.fullmatch(name):
-        endings = {"text": "txt", "openai": "jsonl"}
-        known = dict.fromkeys(f".{endings.get(each, each)}" for each in task.formats)
+        known = dict.fromkeys(f".{ENDINGS.get(each, each)}" for each in task.formats)
         raise UsageError(
             f"{path}: there is no output format {name}; let the name end in one of "
             f"{', '.join(known)}, or choose with --format"

@@ -307,7 +307,7 @@ def test_a_folder_of_another_version_is_refused(source: Path) -> None:
     folder.outputs.rename(folder.folder / "shards")
     (folder.folder / "job.json").write_text('{"shard_rows": 3}')
     before = content(folder.notes)
-    with pytest.raises(InputError, match="expected job format 2, found 1"):
+    with pytest.raises(InputError, match="expected job format 3, found 1"):
         ChunkFolder(here.folder).begin(here.fingerprint, force=False)
     assert content(folder.notes) == before
     ChunkFolder(here.folder).begin(here.fingerprint, force=True)

@@ -67,7 +67,10 @@ def other(key: str, value: Any) -> Any:
     return 3 if value is None else value
 
 
-CASES = [(kind, key) for kind in TYPES for key in keys(kind)]
+REASON = "FUZZ=long changes every key of each type; test_model_types.py draws one of each"
+CASES = [pytest.param(kind, key) for kind in TYPES for key in keys(kind)] or [
+    pytest.param("", "", marks=pytest.mark.skip(reason=REASON))
+]
 
 
 @pytest.mark.parametrize(("kind", "key"), CASES)
