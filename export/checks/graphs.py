@@ -52,8 +52,11 @@ def fresh_graphs(
         The graphs by name; None if the bundle was exported with other versions, whose graphs may
         differ.
     """
-    made_by = {name: bundle.manifest.versions.get(name) for name in WRITERS}
-    same = made_by == {name: importlib.metadata.version(name) for name in WRITERS}
+    versions = bundle.manifest.versions
+    same = all(
+        _release(versions.get(name, "")) == _release(importlib.metadata.version(name))
+        for name in WRITERS
+    )
     if not same or variant.name not in RECIPES:
         return None
     made = make(model, RECIPES[variant.name], traces, calibration)
@@ -61,6 +64,11 @@ def fresh_graphs(
         special, generation = bundle.tokenizer.special, bundle.manifest.generation
         add_one_graph(made, model.config, special, generation, beams_of(whole))
     return made
+
+
+def _release(version: str) -> str:
+    """Returns a version without its local label: 2.13.0+cpu writes the graphs of 2.13.0+cu130."""
+    return version.partition("+")[0]
 
 
 def graphs_claim(fresh: Mapping[str, Graph], bundle: Bundle, variant: Variant) -> Claim:
@@ -83,15 +91,28 @@ def graphs_claim(fresh: Mapping[str, Graph], bundle: Bundle, variant: Variant) -
 
 
 def _nodes(model: ir.Model) -> Iterator[tuple[Any, ...]]:
-    """Yields each node: operator, attributes, where its inputs come from, number of outputs."""
+    """Yields each node: operator, attributes, origin of its inputs, number of outputs.
+
+    Its inputs are also the outer values that bodies of If and Loop read.
+    """
     numbers = _numbers(model)
     for node in model.graph:
         attributes = sorted(
             (name, ir.to_proto(attribute).SerializeToString(deterministic=True))
             for name, attribute in node.attributes.items()
         )
-        inputs = [_origin(value, numbers) for value in node.inputs]
+        inputs = [_origin(value, numbers) for value in (*node.inputs, *_captured(node))]
         yield node.domain, node.op_type, attributes, inputs, len(node.outputs)
+
+
+def _captured(node: ir.Node) -> Iterator[ir.Value]:
+    """Yields the values around a node that the bodies of its attributes read, in order."""
+    for _, attribute in sorted(node.attributes.items()):
+        if attribute.type == ir.AttributeType.GRAPH:
+            body = attribute.as_graph()
+            read = [value for inner in body.all_nodes() for value in inner.inputs]
+            read += [value for graph in (body, *body.subgraphs()) for value in graph.outputs]
+            yield from (value for value in read if value is not None and value.graph is node.graph)
 
 
 def _ends(model: ir.Model) -> list[Any]:

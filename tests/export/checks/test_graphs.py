@@ -57,12 +57,45 @@ def another_constant(graph: ir.Graph) -> None:
     raise AssertionError("no constant")
 
 
+def body_of(graph: ir.Graph, outer: Any) -> tuple[ir.Graph, list[ir.Value]]:
+    """The first body of an If that reads two such values of the graph around it."""
+    for node in graph:
+        for attribute in node.attributes.values() if node.op_type == "If" else ():
+            body = attribute.as_graph()
+            read = {id(value): value for each in body for value in each.inputs if value is not None}
+            found = [value for value in read.values() if value.graph is graph and outer(value)]
+            if len(found) > 1:
+                return body, found
+    raise AssertionError("no body reads two of them")
+
+
+def captured_values_swapped(graph: ir.Graph) -> None:
+    """A body whose text stays, between values that have exchanged their names."""
+    body, (one, other, *_) = body_of(graph, lambda value: value.producer() is not None)
+    swapped = {id(one): other, id(other): one}
+    for node in body:
+        for place, value in enumerate(node.inputs):
+            if id(value) in swapped:
+                node.replace_input_with(place, swapped[id(value)])
+    one.name, other.name = other.name, one.name
+
+
+def another_constant_of_a_body(graph: ir.Graph) -> None:
+    _, (value, *_) = body_of(graph, lambda value: value.const_value is not None)
+    assert value.const_value is not None
+    value.const_value = ir.Tensor(value.const_value.numpy() + 1, name=value.name)
+
+
 def another_node(graph: ir.Graph) -> None:
     graph.append(ir.node("Identity", [graph.outputs[0]]))
 
 
 @pytest.mark.parametrize(
-    "change", [another_epsilon, another_operator, another_edge, another_constant, another_node]
+    "change",
+    [
+        *(another_epsilon, another_operator, another_edge, another_constant, another_node),
+        *(captured_values_swapped, another_constant_of_a_body),
+    ],
 )
 def test_a_changed_graph_is_named(
     fresh: dict[str, Graph], all_variants: Bundle, tmp_path: Path, change: Any
