@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 
 import pytest
-import torch
+
+from tests.threads import torch_threads
 
 
 @pytest.fixture(autouse=True)
 def _threads() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
+    with torch_threads():
+        yield

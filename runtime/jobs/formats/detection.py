@@ -75,9 +75,7 @@ def format_of_name(path: Source) -> InputFormat:
     """
     if str(path) == "-":
         return "text"
-    whole, named = path, path
-    if named.suffix.lower() in PACKED:
-        named = named.with_suffix("")
+    named = _unpacked(path)
     name = named.suffix.removeprefix(".").lower()
     if name.isdecimal():  # rows.csv.1 is no text
         before = named.with_suffix("").suffix.removeprefix(".").lower()
@@ -88,15 +86,19 @@ def format_of_name(path: Source) -> InputFormat:
         return "text"
     advice = f"convert it ({_CONVERSIONS[name]})" if name in _CONVERSIONS else "convert it"
     raise UsageError(
-        f"{whole}: there is no input format {name}; {advice}, or choose with --format-in. Known: "
+        f"{path}: there is no input format {name}; {advice}, or choose with --format-in. Known: "
         f"{_KNOWN}, lines also with {', '.join(PACKED)}"
     )
 
 
 def is_json(path: Source) -> bool:
     """Whether a name says JSON, and not lines of JSON."""
-    named = path.with_suffix("") if path.suffix.lower() in PACKED else path
-    return named.suffix.lower() == ".json"
+    return _unpacked(path).suffix.lower() == ".json"
+
+
+def _unpacked(path: Source) -> Source:
+    """Returns a name without the ending of a compression."""
+    return path.with_suffix("") if path.suffix.lower() in PACKED else path
 
 
 def require_json_lines(path: Source | str, lines: Sequence[str], *, strict: bool) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.threads import torch_threads
 from transferry.build_model import checkpoint
 from transferry.build_model.model.config import ModelConfig
 from transferry.build_model.train.data import SentencePair, collate, encode_pairs
@@ -43,11 +44,9 @@ SETTINGS: dict[str, Any] = dict(
 @pytest.fixture(autouse=True)
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The picture has tests of its own."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     monkeypatch.setattr(Metrics, "draw", lambda self: None)
-    yield
-    torch.set_num_threads(threads)
+    with torch_threads(1):
+        yield
 
 
 def trainer(folder: Path, dropout: float = 0.1, **changes: Any) -> Trainer:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.threads import torch_threads
 from transferry.build_model import checkpoint
 from transferry.build_model.model.config import ModelConfig
 from transferry.build_model.train import loop as train
@@ -57,16 +58,13 @@ SETTINGS: dict[str, Any] = dict(
 @pytest.fixture(scope="module", autouse=True)
 def quick() -> Iterator[None]:
     """Reports often, and draws nothing: the picture has tests of its own."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     # A shell ignores SIGINT for the jobs that it starts in the background.
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
-    with pytest.MonkeyPatch.context() as patch:
+    with torch_threads(1), pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "REPORT_EVERY", 4)
         patch.setattr(Metrics, "draw", lambda self: None)
         yield
     signal.signal(signal.SIGINT, handler)
-    torch.set_num_threads(threads)
 
 
 def trainer(

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import sacrebleu
-import torch
 
 from tests.commands import call, changed, done
 from tests.export.distillation.killed_distil import STUDENT
+from tests.threads import torch_threads
 from transferry.build_model.checkpoint import load_checkpoint
 from transferry.build_model.train.corpus import builtin_pairs
 from transferry.build_model.train.loop import Trainer
@@ -42,10 +42,8 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Any:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    with torch_threads(1):
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -78,12 +76,9 @@ def corpus(bundle_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> lis
 def whole(bundle_folder: Path, corpus: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that nothing interrupted."""
     folder = tmp_path_factory.mktemp("whole") / "run"
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
+    with torch_threads(1), pytest.MonkeyPatch.context() as patch:
         patch.setattr(Metrics, "draw", lambda self: None)
         distil(bundle_folder, folder, source=corpus[1], target=corpus[3], **STUDENT)
-    torch.set_num_threads(threads)
     return folder
 
 
