@@ -19,15 +19,14 @@ from transferry.export.checks.claims import (
     recorded_claim,
     require_exported_from,
 )
+from transferry.export.checks.files import WRITTEN, written
 from transferry.export.checks.graphs import Fresh, fresh_graphs, graphs_claim
-from transferry.export.checks.numbers import numbers
-from transferry.export.checks.positions import positions
-from transferry.export.checks.scores import WRITTEN, scores, written
-from transferry.export.checks.searches import Text, served_searches
+from transferry.export.checks.numbers import numbers, positions
+from transferry.export.checks.scores import scores
+from transferry.export.checks.searches import Text, served_searches, whole_searches
 from transferry.export.checks.task_metrics import task_metrics
 from transferry.export.checks.texts import feeding, given_answers, readings
 from transferry.export.checks.weights import weights_claim
-from transferry.export.checks.whole_search import whole_searches
 from transferry.export.faults.self_test import self_test
 from transferry.export.oracle.cases import random_sources, source_of
 from transferry.export.oracle.effort import ALL, Effort

@@ -1,4 +1,4 @@
-"""Every tensor of a model over cases of random tokens, and the same input run again."""
+"""Every tensor of a model over cases of random tokens, every position, and the same input again."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from typing import Any
 import numpy as np
 
 from transferry.export.checks.check import Check, Findings, prove
+from transferry.export.oracle.cases import MOST_LOGITS, NEW_TOKENS, random_case
 from transferry.export.oracle.oracle import Oracle
 from transferry.export.subject.subject import Observable, OpenedModel, Subject
+from transferry.runtime.decoding.decoder import ObservableDecoder
 from transferry.runtime.errors import InputError
-from transferry.runtime.proof.compare import Case, Comparison, compare, observe
+from transferry.runtime.proof.compare import Case, Comparison, compare, observe, truth
 from transferry.runtime.proof.report import Claim
 from transferry.runtime.proof.self_consistency import self_consistency
 
+BLOCK = 64  # positions that torch computes at once
 REPEATS = 3
 REPEATED = "repeated runs"
 
@@ -61,3 +64,56 @@ def _change(model: Observable, case: Case) -> str:
         if worst:
             return f"{name} differs by {worst:.1e} between {REPEATS} runs on the same input"
     return ""
+
+
+def positions(
+    subject: Subject[Any], oracle: Oracle, most: int | None = None, *, seed: int = 0
+) -> Check:
+    """Returns the check of the logits at every position up to the model's last, or so many.
+
+    Two rows change places after each block, so that the cache moves as it grows. It finds a
+    comparison for each block; the failing case of a wrong one ends at its worst position.
+    """
+    longest = oracle.config.max_positions if most is None else most
+
+    def run(so_far: Findings) -> Iterator[Findings]:
+        yield from _walk(subject.model, oracle, longest, seed)
+
+    return Check("positions", run, stage="later step")
+
+
+def _walk(
+    model: ObservableDecoder[Any], oracle: Oracle, longest: int, seed: int
+) -> Iterator[Findings]:
+    config = oracle.config
+    case = random_case(config, 2, NEW_TOKENS, 0, seed=seed)
+    source, mask, swapped = case.source, case.mask, np.array([1, 0])
+    longest -= 0 if config.encoder_layers else source.shape[1]
+    generator = np.random.default_rng(seed)
+    target = generator.integers(config.vocabulary_size, size=(2, longest))
+    sides: list[ObservableDecoder[Any]] = [oracle.exact, oracle.reference, *oracle.others]
+    states = [side.start(source, mask) for side in sides]
+    state = model.start(source, mask)
+    block = max(1, min(BLOCK, MOST_LOGITS // config.vocabulary_size))
+    for first in range(0, longest, block):
+        tokens, expected, logits = target[:, first : first + block], [], []
+        for number, side in enumerate(sides):
+            output, states[number] = side.step(tokens, states[number])
+            expected.append({"logits": output.all_logits})
+        for token in tokens.T:
+            output, state = model.step(token[:, None], state)
+            logits.append(output.all_logits.copy())
+        found = np.concatenate(logits, axis=1)
+        last = first + len(tokens.T) - 1
+        name = f"positions {first} to {last}"
+        fed = Case(name, source, mask, target[:, : last + 1], first, stage="later step")
+        given = compare(fed, truth(fed, *expected), {"logits": found}, oracle.tolerance)
+        failing = []
+        if given[0].fault:
+            distance = np.abs(found - expected[0]["logits"]).max(axis=(0, 2))
+            worst = first + int(distance.argmax())
+            failing = [Case(f"position {worst}", source, mask, target[:, : worst + 1], worst)]
+        yield Findings(comparisons=given, failing=failing)
+        states = [side.select(each, swapped) for side, each in zip(sides, states, strict=True)]
+        state = model.select(state, swapped)
+        source, mask, target = source[swapped], mask[swapped], target[swapped]

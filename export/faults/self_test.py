@@ -16,13 +16,17 @@ from transferry.export.checks.claims import (
     recorded_claim,
     require_exported_from,
 )
+from transferry.export.checks.files import WRITTEN, rounded, written
 from transferry.export.checks.graphs import Fresh, graphs_claim
 from transferry.export.checks.numbers import numbers
-from transferry.export.checks.scores import WRITTEN, rounded, written
-from transferry.export.checks.searches import Text, served_searches
+from transferry.export.checks.searches import (
+    Text,
+    one_graph_options,
+    served_searches,
+    whole_searches,
+)
 from transferry.export.checks.texts import feeding, given_answers, readings
 from transferry.export.checks.weights import weights_claim
-from transferry.export.checks.whole_search import one_graph_options, whole_searches
 from transferry.export.faults import graph_faults, weight_faults
 from transferry.export.faults.fault import Fault, rare_tokens
 from transferry.export.faults.gate import Gate

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from transferry.export.checks.check import Findings, prove
-from transferry.export.checks.positions import BLOCK, positions
+from transferry.export.checks.numbers import BLOCK, positions
 from transferry.export.oracle.oracle import Oracle
 from transferry.export.subject.subject import OpenedModel
 from transferry.runtime.decoding.decoder import StepOutput
