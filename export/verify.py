@@ -157,12 +157,10 @@ class Verification:
         subject, effort = BundleSubject.of(checkpoint, bundle, model), request.effort
         # Before the oracle, which takes memory too.
         given = bundle, subject.variant, subject.calibration
-        files = prove(
-            [
-                claim("manifest", lambda: manifest_claims(checkpoint, bundle)),
-                claim("weights", lambda: [weights_claim(checkpoint.model, *given)]),
-            ]
-        )
+        claims = [claim("manifest", lambda: manifest_claims(checkpoint, bundle))]
+        if effort.files:
+            claims.append(claim("weights", lambda: [weights_claim(checkpoint.model, *given)]))
+        files = prove(claims)
         special, precision = checkpoint.tokenizer.special, subject.precision
         oracle = Oracle.of(
             checkpoint.model,
@@ -175,7 +173,8 @@ class Verification:
         batches = replace(batches, rows=min(batches.rows, effort.batch_rows or batches.rows))
         text = text_of(checkpoint, request)
         cases = effort.cases(oracle.config, text.sources, batches.rows, precision.integers)
-        fresh = fresh_graphs(checkpoint.model, *given, traces) if effort.anew else None
+        compared = effort.anew and effort.files
+        fresh = fresh_graphs(checkpoint.model, *given, traces) if compared else None
         return cls(subject, oracle, request, text, batches, cases, fresh, files)
 
     def run(self, done: Callable[[int, int], None]) -> Findings:

@@ -22,9 +22,12 @@ from transferry.build_model.model.transformer import Transformer
 from transferry.build_model.train.corpus import builtin_pairs
 from transferry.build_model.train.vocabulary import train_bpe
 from transferry.export.checks.check import prove
+from transferry.export.checks.graphs import GRAPHS
 from transferry.export.checks.numbers import compare_cases
 from transferry.export.checks.texts import readings
+from transferry.export.checks.weights import WEIGHTS
 from transferry.export.oracle.cases import random_case, sizes
+from transferry.export.oracle.effort import Effort
 from transferry.export.oracle.oracle import Oracle
 from transferry.export.subject.subject import OpenedModel
 from transferry.export.torch_model import TorchDecoder, TorchEncoder
@@ -229,6 +232,17 @@ class TestVerifyAgainst:
         assert report.passed
         assert len(report.comparisons) == 101 * 9 + 15 + 1  # the last walks
         assert not report.decisions
+
+    def test_files_can_be_left_to_the_answers(self, checkpoint: Checkpoint, bundle: Bundle) -> None:
+        brief = Effort(8, vocabulary=False, batch_rows=4, most_cases=1)
+        for files in (True, False):
+            report = verified(
+                checkpoint, bundle, [], effort=dataclasses.replace(brief, files=files)
+            )
+            names = {claim.name for claim in report.claims}
+            assert report.passed
+            assert "recorded answers" in names
+            assert ({WEIGHTS, GRAPHS} <= names, bool({WEIGHTS, GRAPHS} & names)) == (files, files)
 
     def test_run_with_other_weights_fails(
         self, checkpoint: Checkpoint, bundle: Bundle, texts: list[str]
