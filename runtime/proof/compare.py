@@ -16,9 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transferry.runtime.decoding.decoder import ObservableDecoder, ObservableEncoder, State, Tensors
+from transferry.runtime.decoding.logits import log_sum_exp
 from transferry.runtime.precision import EPSILON, FLOAT32, Precision
 
 INT8_STEP = 2.0**-8  # half of one of a scale's 127 steps, which inputs are rounded to
+# Rank of a logit near the best, and how many times its distance a unit has at most; `logit_units`.
+NEAR, NEAR_TIMES = 16, 4.0
 # "encoder" is `start`, or an encoder-only model; the steps are a decoder's; "text" is all of these
 # on real text and the answers to it.
 HEAD = "head"
@@ -176,6 +179,51 @@ def relative_error(
     distance, largest = (_largest(x, mask) for x in (found - oracle, oracle))
     unit = max(largest, least)
     return distance / unit if unit else distance
+
+
+def logit_units(logits: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
+    """Returns the unit of the errors of logits by position, in nats.
+
+    It is the distance from the best logit to the median, at most 4 times that to the 16th best: one
+    bias of -1e4, or one on most of the vocabulary, does not change it. 1 where all logits are
+    equal.
+
+    Args:
+        logits: `[..., vocabulary]`.
+
+    Returns:
+        `[...]`
+    """
+    vocabulary = logits.shape[-1]
+    middle, near = vocabulary // 2, max(vocabulary - 1 - NEAR, vocabulary // 2)
+    best, close, median = (
+        np.partition(logits, (middle, near, vocabulary - 1), axis=-1)[..., place]
+        for place in (-1, near, middle)
+    )
+    units: NDArray[np.float64] = np.minimum(best - median, NEAR_TIMES * (best - close))
+    return np.where(units > 0, units, 1.0).astype(np.float64)
+
+
+def logit_errors(
+    found: NDArray[np.floating[Any]], oracle: NDArray[np.floating[Any]]
+) -> NDArray[np.float64]:
+    """Returns the largest error of a log-probability by position, in `logit_units`.
+
+    A token far below the best is measured in units of its own distance from it, which rounding of
+    its logit grows with.
+
+    Args:
+        found: Logits `[positions, vocabulary]`.
+        oracle: Those of the oracle, likewise.
+
+    Returns:
+        `[positions]`
+    """
+    exact = oracle.astype(np.float64)
+    moved = found - log_sum_exp(found)[:, None] - (exact - log_sum_exp(exact)[:, None])
+    scale = np.maximum(logit_units(exact)[:, None], exact.max(axis=-1, keepdims=True) - exact)
+    errors: NDArray[np.float64] = (np.abs(moved) / scale).max(axis=-1)
+    return errors
 
 
 def value_error(

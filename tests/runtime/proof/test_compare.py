@@ -15,6 +15,8 @@ from transferry.runtime.proof.compare import (
     Tolerance,
     Truth,
     compare,
+    logit_errors,
+    logit_units,
     meaningful,
     observe,
     relative_error,
@@ -264,3 +266,30 @@ def test_observe_cuts_the_target_at_the_past(past: int, fed: list[list[list[int]
     assert found.keys() == {"logits", str(fed)}
     assert found["logits"].shape == (2, 3 - past, 10)
     assert (found["logits"] == len(fed) - 1).all(), "the logits are those of the last step"
+
+
+@pytest.mark.parametrize("biased", [0, 1, 300, 480], ids=lambda n: f"{n} biased")
+def test_a_few_or_most_far_logits_do_not_widen_the_unit(biased: int) -> None:
+    logits = np.random.default_rng(0).normal(0, 3, (20, 500))
+    changed = logits.copy()
+    changed[:, 500 - biased :] = -1e4
+    ratio = logit_units(changed) / logit_units(logits)
+    assert ratio.max() < 2
+    assert ratio.min() > 0.25
+
+
+def test_errors_of_logits_are_those_of_log_probabilities_by_position() -> None:
+    logits = np.random.default_rng(0).normal(0, 3, (4, 500))
+    logits[:, 7] = -1e4
+    assert logit_errors(logits + 100.0, logits).max() < 1e-14
+    found = logits.copy()
+    found[:, 7] += 1e-3  # float32's rounding of such a logit
+    assert logit_errors(found, logits).max() < 2e-7
+    found[2, 3] += 1e-3
+    errors = logit_errors(found, logits)
+    assert errors.argmax() == 2
+    assert 1e-5 < errors[2] < 1e-3
+
+
+def test_equal_logits_have_the_unit_1() -> None:
+    assert logit_units(np.zeros((2, 9))).tolist() == [1.0, 1.0]
