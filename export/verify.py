@@ -203,6 +203,11 @@ class Verification:
             found += cross_checks(oracle, subject.model, bundle)
         return found
 
+    @property
+    def tasks(self) -> Sequence[str]:
+        """Names of the tasks whose results are compared; without text none."""
+        return Engine(self.subject.bundle, self.subject.model).tasks if self.text.sources else ()
+
     def _searches(self) -> list[Check]:
         """Returns the checks of a decoder: its positions, and its answers to text."""
         subject, oracle, text = self.subject, self.oracle, self.text
@@ -232,6 +237,7 @@ class Verification:
             "rows": len(request.texts),
             "batch_rows": self.batches.rows,
             "text_sha256": hashlib.sha256("\n".join(request.texts).encode()).hexdigest(),
+            "tasks": list(self.tasks),
         }
         return ParityReport(
             str(subject.folder),

@@ -41,6 +41,7 @@ from transferry.runtime.proof.certificates.signature import PublicKey, load_publ
 from transferry.runtime.proof.certificates.standing import (
     require_search,
     require_standing,
+    require_task,
     standing,
 )
 from transferry.runtime.proof.recorded import verify_recorded
@@ -268,6 +269,11 @@ class OpenBundle:
                 *(Option("max_length"), f" is {options.max_length}, but the model has "),
                 *(f"{self.max_positions} positions; lower ", Option("max_length")),
             )
+
+    def require_task(self, task: str) -> None:
+        """Raises ParityError unless every required certificate covers the task."""
+        for certificate in self.required:
+            require_task(certificate, task)
 
     def require_covered(self, options: GenerationOptions) -> None:
         """Raises ParityError unless every required certificate covers such a search."""

@@ -297,6 +297,7 @@ def verify_recorded(bundle: Bundle, model: ServedModel) -> ParityReport:
         "against": "the recorded answers",
         **({} if bundle.manifest.head is None else {"task": bundle.manifest.head.task}),
         "batch_rows": batch_rows,
+        "tasks": _tasks(bundle),
     }
     return ParityReport(
         str(bundle.folder),
@@ -306,3 +307,17 @@ def verify_recorded(bundle: Bundle, model: ServedModel) -> ParityReport:
         decisions,
         searches=[item.options for item in reference.searches],
     )
+
+
+def _tasks(bundle: Bundle) -> list[str]:
+    """Returns the tasks that the compared outputs decide: all tasks of the bundle."""
+    if bundle.manifest.architecture != "encoder-only":
+        return ["generate", "score"]
+    head, mask_id = bundle.manifest.head, bundle.tokenizer.special.mask_id
+    found = ["embed", *([] if mask_id is None else ["fill-mask"])]
+    if head is not None and head.task != "embed":
+        found += [
+            head.task,
+            *(["rank"] if head.task == "classify" and len(head.labels) == 1 else []),
+        ]
+    return found

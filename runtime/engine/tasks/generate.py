@@ -343,6 +343,7 @@ def generate(
     languages = source_language, target_language, engine.bundle.tokenizer.special
     prompts = in_languages(checked_prompts(texts), *languages)
     check_value("first_row", first_row, Whole64)
+    engine.require_task(Generate.name)
     engine.require_covered(options)
     engine.require_positions(options)
     conflict = "" if engine.decoder.has_encoder else "a decoder-only bundle"

@@ -119,7 +119,13 @@ class EncoderCall:
     output: EncoderOutput = "head"
 
     def __init__(self, engine: OpenBundle, task: str, long_rows: LongRows | None) -> None:
-        """Raises UsageError for a treatment of long rows that the task lacks."""
+        """Prepares the call.
+
+        Raises:
+            ParityError: A required certificate does not cover the task.
+            UsageError: The task lacks this treatment of long rows.
+        """
+        engine.require_task(task)
         self.long_rows = long_rows or default_long_rows(engine)
         check_long_rows(self.long_rows, f"task {task}")
         self.preprocessor = cut_to_longest(engine)

@@ -131,10 +131,12 @@ def score(
         target_language: Language of the targets. Its token is given, and not scored.
 
     Raises:
+        ParityError: A required certificate does not cover scores.
         UsageError: The bundle is encoder-only, `long_rows` is "split", or there is no such
             language.
     """
     decoders = engine.decoders
+    engine.require_task(Score.name)
     check_long_rows(long_rows, "score")
     task = _Score(engine, decoders[0].has_encoder, long_rows)
     given = checked_pairs(pairs)

@@ -164,9 +164,10 @@ class Task(ABC):
 
         Raises:
             InputError: The input lacks a column.
-            ParityError: A required certificate does not cover the search.
+            ParityError: A required certificate does not cover the task or the search.
             UsageError: The bundle cannot do the task with these options.
         """
+        engine.require_task(self.name)
         self.long_rows: LongRows = options.long_rows or "error"
         names = [each.name for each in fields(self.options) if each.name not in self.elsewhere]
         self.settings: dict[str, Any] = {name: getattr(options, name) for name in names}

@@ -107,6 +107,7 @@ class Verified:
         batch_rows: Rows that were computed at once; no larger batch was verified.
         searches: Fields of GenerationOptions of each search.
         result: The report's tolerance, stages, searches, task metrics and self-test, in short.
+        tasks: Names of the tasks whose results were compared.
     """
 
     cell: Cell
@@ -121,6 +122,7 @@ class Verified:
     batch_rows: Annotated[int, Meta(ge=1)]
     searches: Sequence[Mapping[str, Any]]
     result: Mapping[str, Any]
+    tasks: Sequence[str] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,6 +309,7 @@ def _verified(
         int(report.settings["batch_rows"]),
         [dict(item) for item in report.searches],
         _summary(report),
+        list(report.settings.get("tasks", ())),
     )
 
 

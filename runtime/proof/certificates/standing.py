@@ -130,3 +130,13 @@ def require_search(certificate: Certificate, options: GenerationOptions) -> None
             "the options of the search too, or choose one that it covers, such as greedy search or "
             "--beam 4"
         )
+
+
+def require_task(certificate: Certificate, task: str) -> None:
+    """Raises ParityError unless the task was verified."""
+    if task not in certificate.tasks:
+        raise ParityError(
+            f"the certificate of {certificate.date} covers task "
+            f"{' and '.join(certificate.tasks) or 'none'}, not {task}. Verify the bundle again "
+            "with --text and --certify"
+        )

@@ -48,6 +48,9 @@ class Echo(Engine):
     def describe(self) -> dict[str, Any]:
         return self.described
 
+    def require_task(self, task: str) -> None:
+        """No certificate is required."""
+
     def require_covered(self, options: GenerationOptions) -> None:
         """No certificate is required."""
 

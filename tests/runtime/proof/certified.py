@@ -22,7 +22,8 @@ PRECISIONS = {"fp32": "float32", "int8": "int8", "fp16": "float16"}
 
 def a_report(against: str = "the run", fault: str = "") -> ParityReport:
     tensor = Comparison("case", "logits", "text", 1e-8, 1e-7, 1e-6, fault)
-    return ParityReport("bundle", {"against": against, "batch_rows": 64}, Tolerance(), [tensor])
+    settings = {"against": against, "batch_rows": 64, "tasks": ["generate", "score"]}
+    return ParityReport("bundle", settings, Tolerance(), [tensor])
 
 
 def certified(

@@ -24,6 +24,8 @@ from transferry.runtime.decoding.decoder import StepOutput
 from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.engine.choose import fastest
 from transferry.runtime.engine.engine import Engine
+from transferry.runtime.engine.tasks.score import Score, ScoreOptions
+from transferry.runtime.engine.tasks.task import Layout
 from transferry.runtime.errors import InputError, ParityError, UsageError
 from transferry.runtime.io.whole import sha256
 from transferry.runtime.ort.open_model import open_model
@@ -303,6 +305,27 @@ def test_a_search_that_was_not_verified_is_refused(
     with pytest.raises(ParityError, match=r"covers no search with .*n_best"):
         engine.generate(["one"], search)
     assert list(Engine.load(folder).generate(["one"], search))
+
+
+def test_a_task_that_was_not_verified_is_refused(folder: Path, reader_bundle_folder: Path) -> None:
+    rewrite(file_of(folder), tasks=["generate"])
+    engine = Engine.load(folder, require_certificate="recorded")
+    assert list(engine.generate(["one"], max_length=8))
+    with pytest.raises(ParityError, match="covers task generate, not score"):
+        engine.score([("one", "two")])
+    with pytest.raises(ParityError, match="covers task generate, not score"):
+        Score(engine, ScoreOptions(target=Path("t")), Layout("rows", "jsonl", (), has_id=False))
+    rewrite(file_of(folder), tasks=[])
+    with pytest.raises(ParityError, match="covers task none, not generate"):
+        Engine.load(folder, require_certificate="recorded").generate(["one"])
+
+    reader = Path(shutil.copytree(reader_bundle_folder, folder.parent / "reader"))
+    assert verified(reader).tasks == Engine.load(reader).tasks == ["embed", "fill-mask"]
+    rewrite(file_of(reader), tasks=["embed"])
+    engine = Engine.load(reader, require_certificate="recorded")
+    assert list(engine.embed(["one"]))
+    with pytest.raises(ParityError, match="covers task embed, not fill-mask"):
+        engine.fill_mask(["a [MASK]"])
 
 
 def test_no_more_hypotheses_than_were_verified_are_covered(folder: Path) -> None:
