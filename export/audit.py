@@ -123,6 +123,7 @@ def audit(
         found.forcing.margins(),
         claims=[*subject.claims(), *found.claims],
         searches=[asdict(work.text.options(name)) for name in RECORDED] if found.best else [],
+        times=[*found.times.values()],
     )
     return with_faults(report, work.gate(subject, precision), planting, partial(done, "planting"))
 

@@ -50,7 +50,7 @@ def audit_function(
     found = prove(work.checks(subject))
     settings = {**subject.describe(precision), "inputs": len(subject.inputs)}
     given = str(folder), settings, tolerance, found.comparisons
-    report = ParityReport(*given, claims=found.claims)
+    report = ParityReport(*given, claims=found.claims, times=[*found.times.values()])
 
     def changed(copied: FunctionGraph) -> bool:
         return not same(subject.tried(), copied.tried())

@@ -206,7 +206,7 @@ def verify(bundle_folder: Path, **options: Any) -> None:
             )
     issued = (bundle, variant, session, report, date)
     certificate = certificates.certify(*issued, key=key, force=force) if date else None
-    show_report(report, as_json=options["as_json"])
+    show_report(report, as_json=options["as_json"], verbose=options["verbose"])
     files = {"page": options["page"], "junit": options["junit"]}
     write_report(report, **files, date=date, certificate=certificate)
     require_passed(report, as_json=options["as_json"])
@@ -349,7 +349,7 @@ def audit(graphs: Path, reference: str, **options: Any) -> None:
             folder = ForeignFolder(layout, session, trained, options["paddings"], beside)
             chosen = {"precision": options["precision"], "planting": planting}
             report = audited(graphs, folder, texts, **chosen, done=show_phase)
-    show_report(report, as_json=options["as_json"])
+    show_report(report, as_json=options["as_json"], verbose=options["verbose"])
     files = {"page": options["page"], "junit": options["junit"]}
     write_report(report, **files, date=None, certificate=None)
     require_passed(report, as_json=options["as_json"])

@@ -20,7 +20,7 @@ from transferry.export.checks.claims import (
     require_exported_from,
 )
 from transferry.export.checks.files import WRITTEN, written
-from transferry.export.checks.graphs import Fresh, fresh_graphs, graphs_claim
+from transferry.export.checks.graphs import GRAPHS, Fresh, fresh_graphs, graphs_claim
 from transferry.export.checks.numbers import numbers, positions
 from transferry.export.checks.scores import scores
 from transferry.export.checks.searches import Text, served_searches, whole_searches
@@ -115,8 +115,9 @@ def verify_against(
         few = work.text.sources[:PLANTED_ROWS]
         few = few or random_sources(checkpoint.model.config, PLANTED_ROWS)
         told = partial(done, "self-test")
-        planted = self_test(work.subject, work.oracle, few, work.fresh, told)
-        return replace(report, self_test=planted)
+        with found.timed("self-test"):
+            planted = self_test(work.subject, work.oracle, few, work.fresh, told)
+        return replace(report, self_test=planted, times=[*found.times.values()])
     return replace(report, origin=work.origin(found))
 
 
@@ -162,19 +163,21 @@ class Verification:
             claims.append(claim("weights", lambda: [weights_claim(checkpoint.model, *given)]))
         files = prove(claims)
         special, precision = checkpoint.tokenizer.special, subject.precision
-        oracle = Oracle.of(
-            checkpoint.model,
-            special,
-            Tolerance.of(precision.name),
-            precision=precision,
-            calibration=subject.calibration,
-        )
+        with files.timed("torch's sides"):
+            oracle = Oracle.of(
+                checkpoint.model,
+                special,
+                Tolerance.of(precision.name),
+                precision=precision,
+                calibration=subject.calibration,
+            )
         batches = request.batches or model.batches
         batches = replace(batches, rows=min(batches.rows, effort.batch_rows or batches.rows))
         text = text_of(checkpoint, request)
         cases = effort.cases(oracle.config, text.sources, batches.rows, precision.integers)
         compared = effort.anew and effort.files
-        fresh = fresh_graphs(checkpoint.model, *given, traces) if compared else None
+        with files.timed(GRAPHS):
+            fresh = fresh_graphs(checkpoint.model, *given, traces) if compared else None
         return cls(subject, oracle, request, text, batches, cases, fresh, files)
 
     def run(self, done: Callable[[int, int], None]) -> Findings:
@@ -191,7 +194,7 @@ class Verification:
         if self.request.effort.anew:
             found.append(claim("recorded", lambda: [recorded_claim(bundle, variant, oracle)]))
         if fresh is not None:
-            found.append(claim("graphs", lambda: [graphs_claim(fresh, bundle, variant)]))
+            found.append(claim(GRAPHS, lambda: [graphs_claim(fresh, bundle, variant)]))
         found += numbers(subject, oracle, self.cases)
         if subject.decodes:
             found += self._searches()
@@ -239,13 +242,16 @@ class Verification:
             "text_sha256": hashlib.sha256("\n".join(request.texts).encode()).hexdigest(),
             "tasks": list(self.tasks),
         }
+        with found.timed("task metrics"):
+            tokenizer = subject.checkpoint.tokenizer
+            metrics = task_metrics(found, budget, tokenizer, text.fed, request.targets)
         return ParityReport(
             str(subject.folder),
             settings,
             self.oracle.tolerance,
             found.comparisons,
             found.decisions,
-            task_metrics(found, budget, subject.checkpoint.tokenizer, text.fed, request.targets),
+            metrics,
             found.forcing.growth(),
             found.forcing.margins(),
             found.runtimes,
@@ -253,6 +259,7 @@ class Verification:
             searches=[asdict(text.options(each)) for each in text.searches]
             if found.decisions
             else [],
+            times=[*found.times.values()],
         )
 
     def origin(self, found: Findings) -> Origin | None:

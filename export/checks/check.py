@@ -7,6 +7,8 @@ into a fault.
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +19,7 @@ from transferry.export.oracle.teacher_forcing import TeacherForcing
 from transferry.runtime.decoding.hypothesis import Hypothesis
 from transferry.runtime.errors import InputError, TransferryError
 from transferry.runtime.proof.compare import STAGES, Case, Comparison, Tolerance
-from transferry.runtime.proof.report import Claim, CrossCheck, Decisions
+from transferry.runtime.proof.report import CheckTime, Claim, CrossCheck, Decisions
 
 Pairs = list[tuple[Hypothesis, Hypothesis]]
 # Told the steps finished and their total.
@@ -38,6 +40,7 @@ class Findings:
         best: The best answers of torch as trained and of the subject, by search.
         forcing: Errors and margins on given answers; empty without any.
         steps: Cases and rows compared.
+        times: Time of the checks so far, by kind.
     """
 
     claims: list[Claim] = field(default_factory=list)
@@ -48,6 +51,7 @@ class Findings:
     best: dict[str, Pairs] = field(default_factory=dict)
     forcing: TeacherForcing = field(default_factory=TeacherForcing)
     steps: int = 0
+    times: dict[str, CheckTime] = field(default_factory=dict)
 
     def add(self, found: Findings) -> None:
         """Adds the findings of one more check."""
@@ -59,6 +63,23 @@ class Findings:
         self.best |= found.best
         self.forcing = found.forcing if found.forcing.tokens else self.forcing
         self.steps += found.steps
+        for time_ in found.times.values():
+            self._spend(time_)
+
+    @contextlib.contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Adds the time of a block to the total of a check or kind."""
+        began = time.process_time(), time.perf_counter()
+        try:
+            yield
+        finally:
+            ended = time.process_time(), time.perf_counter()
+            self._spend(CheckTime(name, 1, ended[0] - began[0], ended[1] - began[1]))
+
+    def _spend(self, more: CheckTime) -> None:
+        old = self.times.get(more.check, CheckTime(more.check, 0, 0.0, 0.0))
+        spent = old.runs + more.runs, old.cpu + more.cpu, old.wall + more.wall
+        self.times[more.check] = CheckTime(more.check, *spent)
 
     @property
     def failure(self) -> str:
@@ -85,12 +106,14 @@ class Check:
         run: Yields findings, given those of the checks before.
         steps: Cases and rows that it compares.
         stage: Stage of the model, for the same fault.
+        kind: Checks whose time is added up. Default: the name.
     """
 
     name: str
     run: Callable[[Findings], Iterator[Findings]]
     steps: int = 0
     stage: str = "text"
+    kind: str = ""
 
 
 def found_by(checks: Iterable[Check], so_far: Findings, *, faults: bool) -> Iterator[Findings]:
@@ -106,9 +129,10 @@ def found_by(checks: Iterable[Check], so_far: Findings, *, faults: bool) -> Iter
     """
     for check in checks:
         try:
-            for found in check.run(so_far):
-                so_far.add(found)
-                yield found
+            with so_far.timed(check.kind or check.name):
+                for found in check.run(so_far):
+                    so_far.add(found)
+                    yield found
         except InputError as error:
             if not faults:
                 raise

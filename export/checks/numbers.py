@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -26,7 +27,14 @@ REPEATED = "repeated runs"
 def numbers(subject: Subject[Any], oracle: Oracle, cases: Iterable[Case]) -> list[Check]:
     """Returns a check of every tensor for each case."""
     return [
-        Check(case.name, partial(_compared, subject, oracle, case), 1, case.stage) for case in cases
+        Check(
+            case.name,
+            partial(_compared, subject, oracle, case),
+            1,
+            case.stage,
+            kind=re.sub(r"\d+", "N", case.name),
+        )
+        for case in cases
     ]
 
 

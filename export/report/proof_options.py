@@ -11,7 +11,7 @@ import click
 
 from transferry.runtime.console.fields import together
 from transferry.runtime.console.group import FilePath
-from transferry.runtime.console.progress import show, show_verdict
+from transferry.runtime.console.progress import say, show, show_verdict
 from transferry.runtime.console.shared_options import option
 from transferry.runtime.errors import InputError, ParityError
 from transferry.runtime.io.atomic import require_writable
@@ -72,13 +72,16 @@ report_options = together(
         is_flag=True,
         help="Print the whole report as JSON on stdout.",
     ),
+    option("--verbose", is_flag=True, help="Print the time of each check on stderr."),
 )
 
 
-def show_report(report: ParityReport, *, as_json: bool) -> None:
-    """Prints a report, as text or as JSON."""
-    from transferry.runtime.proof.views import report_text
+def show_report(report: ParityReport, *, as_json: bool, verbose: bool) -> None:
+    """Prints a report, as text or as JSON; with `verbose` the time of each check too."""
+    from transferry.runtime.proof.views import report_text, times_text
 
+    if verbose and report.times:
+        say(times_text(report))
     if as_json:
         show(json.dumps(report.to_dict(), indent=1))
     else:

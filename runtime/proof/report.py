@@ -269,6 +269,23 @@ class Claim:
 
 
 @dataclass(frozen=True)
+class CheckTime:
+    """Time that the checks of one kind took.
+
+    Attributes:
+        check: Name of the check; in the names of cases, numbers are N.
+        runs: Number of its runs.
+        cpu: CPU time of the process, in seconds.
+        wall: Time that passed, in seconds.
+    """
+
+    check: str
+    runs: int
+    cpu: float
+    wall: float
+
+
+@dataclass(frozen=True)
 class PlantedFault:
     """Result of a fault that the self-test planted in a copy of the bundle.
 
@@ -313,6 +330,7 @@ class ParityReport:
         self_test: Results of planted faults.
         claims: Statements of the bundle about itself; empty without a checkpoint.
         searches: Fields of GenerationOptions of every search in `decisions`.
+        times: Time of the checks by kind. Never in files, whose bytes are promised.
     """
 
     bundle: str
@@ -328,6 +346,7 @@ class ParityReport:
     self_test: Sequence[PlantedFault] = ()
     claims: Sequence[Claim] = ()
     searches: Sequence[Mapping[str, Any]] = ()
+    times: Sequence[CheckTime] = ()
 
     @property
     def faults(self) -> list[str]:

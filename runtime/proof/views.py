@@ -44,6 +44,13 @@ def report_text(report: ParityReport) -> str:
     return "\n\n".join("\n".join(part) for part in parts if part)
 
 
+def times_text(report: ParityReport) -> str:
+    """Returns a table of the time that the checks took, the longest first."""
+    times = sorted(report.times, key=lambda item: -item.cpu)
+    rows = [(item.check, item.runs, f"{item.cpu:.2f}", f"{item.wall:.2f}") for item in times]
+    return table(("check", "runs", "CPU s", "wall s"), rows)
+
+
 def _faults(report: ParityReport) -> list[str]:
     wrong = [f"{i.case}: {i.tensor}: {i.fault}" for i in report.comparisons if i.fault]
     return [*(wrapped(line, "  ", "    ") for line in wrong[:FIRST_FAULTS]), *_more(wrong)]

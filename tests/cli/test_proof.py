@@ -1,6 +1,7 @@
 """Proofs on the command line: certificates, signatures, the files of a report, canaries."""
 
 import json
+import re
 import shutil
 import sys
 import tomllib
@@ -222,11 +223,16 @@ def test_the_report_as_files(bundle: Path, run_folder: Path, lines: Path, tmp_pa
     page, junit = tmp_path / "report.html", tmp_path / "report.xml"
     result = call(
         *("verify", bundle, "--checkpoint", run_folder, "--text", lines, "--self-test"),
-        *("--certify", DATE, "--report", page, "--junit", junit, "--json"),
+        *("--certify", DATE, "--report", page, "--junit", junit, "--json", "--verbose"),
     )
     assert result.exit_code == 0
     record = json.loads(result.stdout)
     assert record["schema"] == 4
+    times = {item["check"]: item for item in record["times"]}
+    assert times.keys() >= {"weights", "graphs", "greedy", "source and target N", "self-test"}
+    assert times["source and target N"]["runs"] > 1
+    assert all(item["wall"] > 0 and item["cpu"] >= 0 for item in times.values())
+    assert re.search(r"self-test +1 +\d", result.stderr)
     assert all(item["passed"] for item in record["self_test"])
     assert sum(item["changes_answer"] for item in record["self_test"]) >= 14
     text = page.read_text(encoding="utf-8")
