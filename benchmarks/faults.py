@@ -1,12 +1,15 @@
 """Which planted faults does `verify` catch, and do those that it misses change an answer?
 
-    python benchmarks/faults.py CHECKPOINT BUNDLE TEXT OTHER [--rows 100] [--faults 120]
+    python benchmarks/faults.py CHECKPOINT BUNDLE TEXT OTHER --out FAULTS.jsonl [--faults 150]
+    python benchmarks/faults.py --report FAULTS.jsonl ...
 
-For each variant, the faults of the self-test and random ones are planted, one at a time. The copy
-is judged by the self-test's gate, a part of `verify`, and if that passes by `verify` on the rows of
-TEXT, both without the comparison of stored weights and graphs, which follows. A fault that passes
-is consequential if any of the answers to rows of OTHER (greedy and beam 4), their scores or finish
-reasons changes. The last line is JSON.
+In each variant random faults are planted, one at a time, and with `--listed` those of the
+self-test. Each copy is judged by the self-test's gate, a part of `verify`, and if that passes by
+`verify` on the rows of TEXT: first without the comparison of stored weights and graphs, so that the
+answers alone must show the fault, then by these comparisons. A fault that the answers do not show
+is consequential if any answer, score or record of rows of OTHER changes (`consequences.py`).
+
+A line of FAULTS.jsonl is one fault; those that it has already are not planted again.
 """
 
 from __future__ import annotations
@@ -16,169 +19,209 @@ import json
 import shutil
 import sys
 import tempfile
+import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from consequences import Answers
 from random_faults import random_faults
 from sentences import read_sentences
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint
+from transferry.export.checks.check import Findings, found_by
 from transferry.export.checks.graphs import fresh_graphs, graphs_claim
 from transferry.export.checks.weights import weights_claim
 from transferry.export.faults.fault import Fault
+from transferry.export.faults.gate import Gate
 from transferry.export.faults.self_test import BundleTest, faults_of
-from transferry.export.oracle.cases import source_of
+from transferry.export.oracle.cases import fitting
 from transferry.export.oracle.effort import ALL
-from transferry.export.oracle.oracle import Oracle
 from transferry.export.subject.bundle import BundleSubject
 from transferry.export.subject.bundle_copy import BundleCopy
-from transferry.export.verify import PLANTED_ROWS, Request, verify_against
+from transferry.export.trace.graph import Graph, Traces
+from transferry.export.verify import PLANTED_ROWS, Request, Verification
 from transferry.runtime.bundle.bundle import Bundle
-from transferry.runtime.engine.engine import Engine
-from transferry.runtime.engine.tasks.fill_mask import fill_mask
+from transferry.runtime.bundle.specs import Variant
 from transferry.runtime.errors import InputError, TransferryError
 from transferry.runtime.ort.open_model import open_model
 from transferry.runtime.ort.session import SessionOptions
-from transferry.runtime.proof.compare import Tolerance
 from transferry.runtime.tables import table
 
-SCORE = 1e-3  # nats a score may move by rounding; int8 moves further
-SCORE_INT8 = 0.1
-MISSED = ("missed, consequential", "missed, inconsequential")
 ANSWERS_ALONE = replace(ALL, files=False)
+COLUMNS = ("planted", "caught", "missed, consequential", "missed, inconsequential", "not planted")
 
 
 def main() -> None:
     """Plants and prints."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    for name in ("run", "bundle", "text", "other"):
-        parser.add_argument(name, type=Path)
+    parser.add_argument("given", type=Path, nargs="*", metavar="CHECKPOINT BUNDLE TEXT OTHER")
+    parser.add_argument("--report", type=Path, nargs="+", default=[])
+    parser.add_argument("--out", type=Path)
     parser.add_argument("--rows", type=int, default=100)
     parser.add_argument("--others", type=int, default=1000)
-    parser.add_argument("--faults", type=int, default=120)
+    parser.add_argument("--faults", type=int, default=150, help="planted in each variant")
+    parser.add_argument("--listed", action="store_true", help="those of the self-test too")
+    parser.add_argument("--kind", help="random faults whose kind begins so")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--variants", default="portable,cpu-fp32,cpu-int8")
     arguments = parser.parse_args()
-    checkpoint, bundle = load_checkpoint(arguments.run), Bundle.load(arguments.bundle)
-    texts = read_sentences(arguments.text, arguments.rows)
-    others = read_sentences(arguments.other, arguments.others)
-    results = {}
+    if arguments.report:
+        print(report(arguments.report))
+        return
+    run, folder, text, other = arguments.given
+    checkpoint, bundle = load_checkpoint(run), Bundle.load(folder)
+    texts, others = (
+        fitting(read_sentences(path, rows), checkpoint.tokenizer, checkpoint.model.config)
+        for path, rows in ((text, arguments.rows), (other, arguments.others))
+    )
     for name in arguments.variants.split(","):
         trial = Trial(checkpoint, bundle, name, texts, others)
-        results[name] = trial.run(arguments.faults, arguments.seed)
-    columns = ("caught", "caught by files alone", *MISSED, "not planted")
-    rows = [(name, *(found["counts"][key] for key in columns)) for name, found in results.items()]
-    print(table(("variant", *columns), rows))
-    print(json.dumps(results))
+        trial.run(arguments)
+    print(report([arguments.out]))
 
 
+@dataclass(frozen=True)
 class Trial:
     """The faults of one variant."""
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        bundle: Bundle,
-        name: str,
-        texts: Sequence[str],
-        others: Sequence[str],
-    ) -> None:
-        self.checkpoint, self.bundle, self.variant = checkpoint, bundle, bundle.variant(name)
-        self.texts, self.others = texts, others
-        model = open_model(bundle, self.variant, SessionOptions())
-        config = checkpoint.model.config
-        sources = [
-            source_of(text, checkpoint.tokenizer, config, number)
-            for number, text in enumerate(texts[:PLANTED_ROWS], start=1)
-        ]
-        subject = BundleSubject.of(checkpoint, bundle, model)
-        oracle = Oracle.of(
-            checkpoint.model,
-            checkpoint.tokenizer.special,
-            Tolerance.of(self.variant.precision),
-            precision=subject.precision,
-            calibration=subject.calibration,
-        )
-        fresh = fresh_graphs(checkpoint.model, bundle, self.variant, subject.calibration)
-        if fresh is None:
-            raise InputError("expected a bundle exported with these versions; export it again")
-        self.gate = BundleTest(subject, oracle.remembering(), sources, None, files=False).gate()
-        self.fresh, self.calibration = fresh, subject.calibration
-        self.honest = list(self._answers(bundle))
+    checkpoint: Checkpoint
+    bundle: Bundle
+    name: str
+    texts: Sequence[str]
+    others: Sequence[str]
 
-    def run(self, most: int, seed: int) -> dict[str, Any]:
-        """Plants faults until so many were judged."""
-        counts: Counter[str] = Counter()
-        checks: Counter[str] = Counter()
-        missed = []
+    def run(self, arguments: argparse.Namespace) -> None:
+        """Plants faults until so many were judged, and appends a line for each to a file."""
+        known = _lines(arguments.out) if arguments.out.exists() else []
+        known = [each for each in known if each["variant"] == self.name]
+        done = {each["kind"] for each in known}
+        left = arguments.faults - sum(each["planted"] for each in known)
         with tempfile.TemporaryDirectory(prefix="transferry-") as place:
-            listed = faults_of(BundleCopy(self.bundle, self.variant, Path(place, "list")))
-            for fault in chain(listed, random_faults(10 * most, seed=seed)):
-                if counts.total() - counts["not planted"] == most:
+            for fault in self._faults(arguments, Path(place, "list")):
+                if left <= 0:
                     break
-                folder = Path(place, "planted")
-                where, verdict = self._judge(fault, folder)
-                shutil.rmtree(folder)
-                known = (*MISSED, "not planted", "caught by files alone")
-                found = verdict if verdict in known else "caught"
-                counts[found] += 1
-                checks[verdict] += found == "caught"
-                if found.startswith("missed"):
-                    missed.append(f"{fault.kind}: {where}")
-                    print(f"{self.variant.name}: {found}: {missed[-1]}", file=sys.stderr)
-        return {"counts": counts, "checks": +checks, "missed": missed}
+                if fault.kind in done:
+                    continue
+                started = time.perf_counter()
+                found: dict[str, Any] = {"bundle": self.bundle.folder.name, "variant": self.name}
+                found |= {"kind": fault.kind} | self._judge(fault, Path(place, "planted"))
+                found["seconds"] = round(time.perf_counter() - started, 1)
+                left -= found["planted"]
+                with arguments.out.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(found) + "\n")
+                if found["planted"] and not found["answers"]:
+                    print(json.dumps(found), file=sys.stderr)
 
-    def _judge(self, fault: Fault, folder: Path) -> tuple[str, str]:
+    def _faults(self, arguments: argparse.Namespace, place: Path) -> Iterator[Fault]:
+        tokenizer = self.checkpoint.tokenizer
+        tokens = [each for text in self.others if len(each := tokenizer.encode(text)) > 1]
+        listed: list[Fault] = []
+        if arguments.listed:
+            listed = faults_of(BundleCopy(self.bundle, self.variant, place))
+        drawn = random_faults(20 * arguments.faults, tokens, seed=arguments.seed)
+        for fault in chain(listed, drawn):
+            if not arguments.kind or fault.kind.startswith(arguments.kind):
+                yield fault
+
+    @cached_property
+    def variant(self) -> Variant:
+        """The variant, as the honest bundle describes it."""
+        return self.bundle.variant(self.name)
+
+    @cached_property
+    def work(self) -> Verification:
+        """The verification of the honest bundle, whose oracle remembers."""
+        model = open_model(self.bundle, self.variant, SessionOptions())
+        request = Request(self.texts, effort=ANSWERS_ALONE)
+        work = Verification.of(self.checkpoint, self.bundle, model, request, Traces())
+        return replace(work, oracle=work.oracle.remembering())
+
+    @cached_property
+    def gate(self) -> Gate[BundleSubject]:
+        """The gate of the self-test, without stored weights and graphs."""
+        work = self.work
+        few = work.text.sources[:PLANTED_ROWS]
+        return BundleTest(work.subject, work.oracle, few, None, files=False).gate()
+
+    @cached_property
+    def fresh(self) -> Mapping[str, Graph]:
+        """The graphs that export makes now."""
+        calibration = self.work.subject.calibration
+        found = fresh_graphs(self.checkpoint.model, self.bundle, self.variant, calibration)
+        if found is None:
+            raise InputError("expected a bundle exported with these versions; export it again")
+        return found
+
+    @cached_property
+    def honest(self) -> Answers:
+        """Answers of the honest bundle to the other rows."""
+        return Answers(self.bundle, self.variant, self.others)
+
+    def _judge(self, fault: Fault, folder: Path) -> dict[str, Any]:
+        """Plants a fault; returns the check that catches it, or else the first changed answer."""
+        shutil.rmtree(folder, ignore_errors=True)
         copy = BundleCopy(self.bundle, self.variant, folder)
         try:
             where = fault.plant(copy)
-        except InputError:
-            return "", "not planted"
+        except InputError as error:
+            return {"planted": False, "where": str(error)}
+        if where is None:
+            return {"planted": False, "where": "no place"}
         copy.seal()
-        assert where is not None
-        if caught := self.gate.caught_by(self.gate.subject.reopened(folder)):
-            return where, caught
-        faulty = Bundle.load(folder)
+        found: dict[str, Any] = {"planted": True, "where": where, "files": "", "changes": ""}
+        found["answers"] = self.gate.caught_by(self.gate.subject.reopened(folder))
+        if not found["answers"]:
+            found["answers"] = self._verify(self.work.subject.reopened(folder))
+        if not found["answers"]:
+            found["files"] = self._compare_files(Bundle.load(folder))
+            found["changes"] = self._changes(Bundle.load(folder))
+        return found
+
+    def _verify(self, copy: BundleSubject) -> str:
+        """Returns the first check of `verify` that a copy fails."""
+        work, found = replace(self.work, subject=copy, files=Findings()), Findings()
         try:
-            model = open_model(faulty, self.variant, SessionOptions())
-            request = Request(self.texts, effort=ANSWERS_ALONE)
-            report = verify_against(self.checkpoint, faulty, model, request)
+            for part in found_by(work.checks(), found, faults=False):
+                if part.failure:
+                    return f"verify: {part.failure}"
         except TransferryError:
-            return where, "verify"
-        if not report.passed:
-            return where, "verify"
-        found = MISSED[not self._changes(faulty)]
-        return where, "caught by files alone" if self._files_differ(faulty) else found
+            return "verify: running"
+        return "" if work.report(found).passed else "verify: report"
 
-    def _files_differ(self, faulty: Bundle) -> bool:
+    def _changes(self, faulty: Bundle) -> str:
+        name = self.variant.reference
+        if faulty.manifest.files[name] != self.bundle.manifest.files[name]:
+            return "the recorded answers"  # the only check on other hardware
+        return self.honest.difference(faulty)
+
+    def _compare_files(self, faulty: Bundle) -> str:
         given = faulty, self.variant
-        weights = weights_claim(self.checkpoint.model, *given, self.calibration)
-        return bool(weights.problem or graphs_claim(self.fresh, *given).problem)
+        weights = weights_claim(self.checkpoint.model, *given, self.work.subject.calibration)
+        return weights.problem or graphs_claim(self.fresh, *given).problem
 
-    def _changes(self, faulty: Bundle) -> bool:
-        limit = SCORE_INT8 if self.variant.precision == "int8" else SCORE
-        for wanted, found in zip(self.honest, self._answers(faulty), strict=True):
-            if wanted[0] != found[0] or not abs(wanted[1] - found[1]) <= limit:
-                return True
-        return False
 
-    def _answers(self, bundle: Bundle) -> Iterator[tuple[Any, float]]:
-        """Yields tokens and finish reason, and the score, of each answer."""
-        engine = Engine(bundle, open_model(bundle, self.variant, SessionOptions()))
-        if not self.checkpoint.model.config.decoder_layers:
-            hidden = [text.replace(" ", " <mask> ", 1) for text in self.others]
-            for filled in fill_mask(engine, hidden):
-                for candidates in filled.candidates:
-                    yield candidates[0].token, candidates[0].log_probability
-            return
-        for beam in (1, 4):
-            options = replace(engine.default_options(), beam=beam, n_best=1)
-            for row in engine.generate(self.others, options):
-                for one in row.hypotheses:
-                    yield (one.tokens, one.finish_reason), one.score
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def report(paths: Sequence[Path]) -> str:
+    """Returns a table of both runs, with every check and with the answers alone."""
+    counts: dict[tuple[str, str, str], Counter[str]] = {}
+    for found in chain(*map(_lines, paths)):
+        for run in ("every check", "answers alone"):
+            count = counts.setdefault((found["bundle"], found["variant"], run), Counter())
+            if not found["planted"]:
+                count["not planted"] += 1
+                continue
+            caught = found["answers"] or (found["files"] if run == "every check" else "")
+            missed = f"missed, {'' if found['changes'] else 'in'}consequential"
+            count.update(("planted", "caught" if caught else missed))
+    rows = [(*key, *(count[name] for name in COLUMNS)) for key, count in sorted(counts.items())]
+    return table(("bundle", "variant", "run", *COLUMNS), rows)
 
 
 if __name__ == "__main__":

@@ -1,70 +1,106 @@
 """Faults at random places: the generator that finds what no list of kinds thought of.
 
-Each is described by a seed, so that one that was missed can be planted again.
+Each is described by a seed, so that one that was missed can be planted again. Those of graphs are
+here, those of weights and other files in `random_file_faults.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace as changed
 from functools import partial
-from typing import Any
+from itertools import pairwise
+from typing import Any, TypeAlias
 
 import numpy as np
 import onnx_ir as ir
-from numpy.typing import NDArray
 
+from random_file_faults import FILE_PLANTS, Plant, Tokens
 from transferry.export.faults.fault import Fault
 from transferry.export.subject.bundle_copy import BundleCopy, add, constant, replace
 
-Plant = Callable[[BundleCopy, np.random.Generator], str]
-
 FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+WHOLE = (ir.DataType.INT8, ir.DataType.UINT8, ir.DataType.INT32)
 FACTORS = (1.001, 1.01, 1.1, 0.5, -1.0)
-FIRST_ROWS = (1, 7, 33, 64, 100, 200)  # of a batch, that are right
+FIRST_ROWS = (1, 7, 8, 33, 64, 100, 200)  # of a batch, that are right
 LENGTHS = (1, 40)  # from and to
-DEFAULTS: tuple[dict[str, Any], ...] = (
-    {"length_penalty": 0.0},
-    {"max_length": 20},
-    {"min_length": 12},
-    {"no_repeat_ngram": 2},
-    {"beam": 3},
-    {"suppress": [5, 6]},
-)
+BOUNDS = (0.5, 1.0, 2.0, 4.0)
+# Operators that take the shape of their input, and others in their place.
+OPERATORS = {
+    "Relu": ("Gelu", "Abs"),
+    "Gelu": ("Relu", "Tanh"),
+    "Sigmoid": ("HardSigmoid", "Tanh"),
+    "Softmax": ("Sigmoid", "Exp"),
+    "Add": ("Sub", "Max"),
+    "Mul": ("Add", "Max"),
+    "Div": ("Mul", "Sub"),
+    "Greater": ("GreaterOrEqual", "Less"),
+    "Not": ("Identity",),
+    "ReduceMax": ("ReduceMin", "ReduceMean"),
+    "ReduceSum": ("ReduceMean", "ReduceMax"),
+    "ReduceMean": ("ReduceMax", "ReduceSum"),
+    "Cos": ("Sin",),
+    "Sin": ("Cos",),
+}
+
+Generator: TypeAlias = np.random.Generator
+# Makes another value of an honest one.
+Change: TypeAlias = Callable[[ir.Value], ir.Value]
 
 
-def random_faults(count: int, *, seed: int = 0) -> Iterator[Fault]:
+def random_faults(count: int, tokens: Tokens, *, seed: int = 0) -> Iterator[Fault]:
     """Yields faults, of each kind in turn.
 
     A fault that has no place in a variant raises InputError when it is planted.
+
+    Args:
+        count: Number of faults.
+        tokens: Token ids of texts, from which faults of single tokens and pairs draw.
+        seed: Seed of all of them.
     """
+    plants = (*PLANTS, *FILE_PLANTS)
     for number in range(count):
-        name, plant = PLANTS[number % len(PLANTS)]
-        planted = partial(_planted, plant, (seed, number))
+        name, plant = plants[number % len(plants)]
+        planted = partial(_planted, plant, (seed, number), tokens)
         yield Fault(f"{name} (seed {seed}, {number})", planted, everywhere=True)
 
 
-def _planted(plant: Plant, seed: tuple[int, int], copy: BundleCopy) -> str:
-    return plant(copy, np.random.default_rng(seed))
+def _planted(plant: Plant, seed: tuple[int, int], tokens: Tokens, copy: BundleCopy) -> str:
+    return plant(copy, np.random.default_rng(seed), tokens)
+
+
+# Values, and their changes.
 
 
 def _values(copy: BundleCopy) -> list[ir.Value]:
-    """Returns the outputs of nodes that are floats or an int8 cache, and whose shape is known."""
+    """Returns the outputs of nodes that are floats or integers of a product, of known shape."""
     return [
         output
         for model in copy.graphs.values()
         for node in model.graph
         for output in node.outputs
-        if output.dtype in (*FLOATS, ir.DataType.INT8) and output.shape is not None
+        if output.dtype in (*FLOATS, *WHOLE) and output.shape is not None
     ]
 
 
-def _value(copy: BundleCopy, generator: np.random.Generator) -> ir.Value:
-    found = _values(copy)
+def _value(copy: BundleCopy, generator: Generator, *inputs: str) -> ir.Value:
+    """Returns a value, in a graph that has one of the inputs, if any are named."""
+    found = [
+        value
+        for value in _values(copy)
+        if not inputs or (value.graph and _input(value, *inputs) is not None)
+    ]
+    if not found:
+        raise copy.absent(f"values beside an input {' or '.join(inputs)}")
     return found[generator.integers(len(found))]
 
 
-def _axis(copy: BundleCopy, generator: np.random.Generator) -> tuple[ir.Value, int]:
+def _input(near: ir.Value, *names: str) -> ir.Value | None:
+    """Returns the first input of the graph of a value that has one of the names."""
+    assert isinstance(near.graph, ir.Graph)
+    return next((each for each in near.graph.inputs if each.name in names), None)
+
+
+def _axis(copy: BundleCopy, generator: Generator) -> tuple[ir.Value, int]:
     """Returns a value and one of its axes, not the first, whose size is not fixed."""
     found = [
         (value, axis)
@@ -77,31 +113,53 @@ def _axis(copy: BundleCopy, generator: np.random.Generator) -> tuple[ir.Value, i
     return found[generator.integers(len(found))]
 
 
-def _times(value: ir.Value, factor: ir.Value) -> ir.Value:
-    """Returns a value times a factor; integers become one larger where the factor is not 1."""
-    if value.dtype == ir.DataType.INT8:
-        one = constant(value, np.float32(1))
-        other = add(value, "Not", add(value, "Equal", factor, one))
-        return add(value, "Add", value, add(value, "CastLike", other, value))
-    return add(value, "Mul", value, add(value, "CastLike", factor, value))
+def _like(value: ir.Value, number: float) -> ir.Value:
+    return add(value, "CastLike", constant(value, np.float32(number)), value)
 
 
-def _scale_where(
-    value: ir.Value,
-    operator: str,
-    compared: Callable[[ir.Value, int], ir.Value],
-    axis: int,
-    number: int,
-    factor: float,
-) -> None:
-    """Multiplies a value where the size of an axis, or places along it, compare with a number."""
+def _times(factor: float, value: ir.Value) -> ir.Value:
+    """Returns a value times a factor; integers become one larger."""
+    if value.dtype in WHOLE:
+        return add(value, "Add", value, _like(value, 1.0))
+    return add(value, "Mul", value, _like(value, factor))
 
-    def wrong(honest: ir.Value) -> ir.Value:
-        condition = add(honest, operator, compared(honest, axis), constant(honest, number))
-        factors = (constant(honest, np.float32(each)) for each in (factor, 1.0))
-        return _times(honest, add(honest, "Where", condition, *factors))
 
-    replace(value, wrong)
+def _waved(size: float, rate: float, value: ir.Value) -> ir.Value:
+    """Adds noise that depends on the value alone: a sine."""
+    if value.dtype in WHOLE:
+        return _times(0.0, value)
+    wave = add(value, "Sin", add(value, "Mul", value, _like(value, rate)))
+    return add(value, "Add", value, add(value, "Mul", wave, _like(value, size)))
+
+
+def _narrowed(kind: ir.DataType, value: ir.Value) -> ir.Value:
+    return add(value, "CastLike", add(value, "Cast", value, to=kind), value)
+
+
+def _clipped(bound: float, value: ir.Value) -> ir.Value:
+    low, high = (_like(value, each) for each in (-bound, bound))
+    return add(value, "Max", add(value, "Min", value, high), low)
+
+
+def _some_change(generator: Generator) -> tuple[Change, str]:
+    """Returns a large change, for a value that is wrong under a condition alone, and its words."""
+    chosen = int(generator.integers(4))
+    if chosen == 3:
+        return partial(_waved, 0.05, 50.0), "plus 0.05 sin(50 x)"
+    factor = (2.0, 1.1, 0.0)[chosen]
+    return partial(_times, factor), f"times {factor:g}"
+
+
+def _everywhere(value: ir.Value, change: Change) -> None:
+    replace(value, change)
+
+
+def _where(value: ir.Value, condition: Change, change: Change) -> None:
+    """Changes a value where a condition holds, shaped to be compared with it."""
+    replace(value, lambda honest: add(honest, "Where", condition(honest), change(honest), honest))
+
+
+# Conditions.
 
 
 def _size(value: ir.Value, axis: int) -> ir.Value:
@@ -118,35 +176,179 @@ def _places(value: ir.Value, axis: int) -> ir.Value:
     return add(value, "Reshape", add(value, "Range", *ends), constant(value, shape))
 
 
-def _scaled(copy: BundleCopy, generator: np.random.Generator) -> str:
+def _compared(operator: str, number: int, of: Change) -> Change:
+    return lambda honest: add(honest, operator, of(honest), constant(honest, number))
+
+
+def _any_of(honest: ir.Value, alike: ir.Value, tokens: ir.Value) -> ir.Value:
+    """Returns whether any entry of a row `[rows, length]` holds, by row of the value if it can."""
+    assert honest.shape is not None
+    assert tokens.shape is not None
+    whole = add(honest, "Cast", alike, to=ir.DataType.INT32)
+    if len(honest.shape) and honest.shape[0] == tokens.shape[0]:
+        rows = add(honest, "ReduceSum", whole, constant(honest, [1]), keepdims=0)
+        shape = [-1, *([1] * (len(honest.shape) - 1))]
+        rows = add(honest, "Reshape", rows, constant(honest, shape))
+    else:
+        rows = add(honest, "ReduceSum", whole, keepdims=0)
+    return add(honest, "Cast", rows, to=ir.DataType.BOOL)
+
+
+def _slice(value: ir.Value, start: int, end: int) -> ir.Value:
+    return add(value, "Slice", value, *(constant(value, [each]) for each in (start, end, 1)))
+
+
+# Kinds.
+
+
+def _scaled(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
     value, factor = _value(copy, generator), float(generator.choice(FACTORS))
     name = value.name
-    replace(value, lambda honest: _times(honest, constant(honest, np.float32(factor))))
+    _everywhere(value, partial(_times, factor))
     return f"{name} times {factor:g}"
 
 
-def _late_rows(copy: BundleCopy, generator: np.random.Generator) -> str:
+def _noisy(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
+    value = _value(copy, generator)
+    name, size = value.name, float(generator.choice((1e-3, 1e-2)))
+    _everywhere(value, partial(_waved, size, 1e4))
+    return f"{name} plus {size:g} sin(10000 x)"
+
+
+def _nonlinear_output(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
+    names = ("logits", "hidden", "head")
+    found = [
+        value
+        for each in copy.graphs.values()
+        for value in each.graph.outputs
+        if value.name in names
+    ]
+    if not found:
+        raise copy.absent("logits")
+    value = found[generator.integers(len(found))]
+    name = value.name
+    _everywhere(value, partial(_waved, 0.008, 50.0))
+    return f"{name} plus 0.008 sin(50 x)"
+
+
+def _lower_precision(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
+    value = _value(copy, generator)
+    if value.dtype in WHOLE:
+        raise copy.absent("a lower precision of integers")
+    kind = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)[generator.integers(2)]
+    name = value.name
+    _everywhere(value, partial(_narrowed, kind))
+    return f"{name} in {kind.name}"
+
+
+def _clip(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
+    value, bound = _value(copy, generator), float(generator.choice(BOUNDS))
+    name = value.name
+    bound *= 50 if value.dtype in WHOLE else 1
+    _everywhere(value, partial(_clipped, bound))
+    return f"{name} clipped at {bound:g}"
+
+
+def _late_rows(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
     value, first = _value(copy, generator), int(generator.choice(FIRST_ROWS))
-    name = value.name
-    _scale_where(value, "GreaterOrEqual", _places, 0, first, 2.0)
-    return f"{name}, rows from {first} on, times 2"
+    name, (change, words) = value.name, _some_change(generator)
+    _where(value, _compared("GreaterOrEqual", first, lambda honest: _places(honest, 0)), change)
+    return f"{name}, rows from {first} on, {words}"
 
 
-def _of_length(copy: BundleCopy, generator: np.random.Generator) -> str:
+def _embedding_late(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
+    first = int(generator.choice(FIRST_ROWS))
+    found = [
+        node.outputs[0]
+        for node in copy.nodes("Gather")
+        if node.inputs[0] in copy.named("embedding.weight")
+    ]
+    if not found:
+        raise copy.absent("embedded tokens")
+    value = found[generator.integers(len(found))]
+    at = _compared("GreaterOrEqual", first, lambda honest: _places(honest, 0))
+    _where(value, at, partial(_times, 2.0))
+    return f"the embedding of rows from {first} on is doubled"
+
+
+def _of_length(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
     (value, axis), length = _axis(copy, generator), int(generator.integers(*LENGTHS))
-    name = value.name
-    _scale_where(value, "Equal", _size, axis, length, 1.1)
-    return f"{name}, where axis {axis} has {length} entries, times 1.1"
+    name, (change, words) = value.name, _some_change(generator)
+    _where(value, _compared("Equal", length, lambda honest: _size(honest, axis)), change)
+    return f"{name}, where axis {axis} has {length} entries, {words}"
 
 
-def _at_place(copy: BundleCopy, generator: np.random.Generator) -> str:
+def _at_place(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
     (value, axis), place = _axis(copy, generator), int(generator.integers(*LENGTHS))
-    name = value.name
-    _scale_where(value, "Equal", _places, axis, place, 1.5)
-    return f"{name}, entry {place} of axis {axis}, times 1.5"
+    name, (change, words) = value.name, _some_change(generator)
+    _where(value, _compared("Equal", place, lambda honest: _places(honest, axis)), change)
+    return f"{name}, entry {place} of axis {axis}, {words}"
 
 
-def _other_token(copy: BundleCopy, generator: np.random.Generator) -> str:
+def _of_input_size(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
+    """Where a graph is run with a batch, a source or a past of one size."""
+    value = _value(copy, generator)
+    assert isinstance(value.graph, ir.Graph)
+    given = [
+        (each, axis)
+        for each in value.graph.inputs
+        for axis, size in enumerate(each.shape or ())
+        if not isinstance(size, int)
+    ]
+    if not given:
+        raise copy.absent("inputs of any size")
+    (source, axis), size = given[generator.integers(len(given))], int(generator.integers(*LENGTHS))
+    name, (change, words) = value.name, _some_change(generator)
+    _where(value, _compared("Equal", size, lambda honest: _size(source, axis)), change)
+    return f"{name}, where axis {axis} of {source.name} has {size} entries, {words}"
+
+
+def _with_token(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
+    value = _value(copy, generator, "source", "target")
+    given = _input(value, "source", "target")
+    assert given is not None
+    row = tokens[int(generator.integers(len(tokens)))]
+    token = int(row[int(generator.integers(len(row)))])
+    name, (change, words) = value.name, _some_change(generator)
+
+    def holds(honest: ir.Value) -> ir.Value:
+        return _any_of(honest, add(honest, "Equal", given, constant(honest, token)), given)
+
+    if given.dtype != ir.DataType.INT64:
+        raise copy.absent("token ids among the inputs")
+    _where(value, holds, change)
+    return f"{name}, where {given.name} has token {token}, {words}"
+
+
+def _with_pair(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
+    value = _value(copy, generator, "source")
+    given = _input(value, "source")
+    if given is None or given.dtype != ir.DataType.INT64:
+        raise copy.absent("token ids among the inputs")
+    pairs = list(pairwise(tokens[int(generator.integers(len(tokens)))]))
+    one, other = (int(each) for each in pairs[generator.integers(len(pairs))])
+    name, (change, words) = value.name, _some_change(generator)
+
+    def holds(honest: ir.Value) -> ir.Value:
+        alike = [add(honest, "Equal", given, constant(honest, each)) for each in (one, other)]
+        by_column = [add(honest, "Transpose", each, perm=[1, 0]) for each in alike]
+        both = add(honest, "And", _slice(by_column[0], 0, -1), _slice(by_column[1], 1, 1 << 40))
+        return _any_of(honest, add(honest, "Transpose", both, perm=[1, 0]), given)
+
+    _where(value, holds, change)
+    return f"{name}, where {given.name} has tokens {one}, {other}, {words}"
+
+
+def _padded(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
+    value = _value(copy, generator, "source_mask", "past_mask")
+    given = _input(value, "source_mask", "past_mask")
+    assert given is not None
+    name, (change, words) = value.name, _some_change(generator)
+    _where(value, lambda honest: _any_of(honest, add(honest, "Not", given), given), change)
+    return f"{name}, where {given.name} has padding, {words}"
+
+
+def _other_token(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
     inputs = [
         value
         for model in copy.graphs.values()
@@ -167,51 +369,176 @@ def _other_token(copy: BundleCopy, generator: np.random.Generator) -> str:
     return f"{value.name}: token {token} read as {other}"
 
 
-def _wrong_weight(copy: BundleCopy, generator: np.random.Generator) -> str:
-    name = str(generator.choice(copy.names()))
+def _wrong_index(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
+    """One entry of the input of rows, columns, cells or positions is off by one."""
+    found = [
+        value
+        for model in copy.graphs.values()
+        for value in model.graph.inputs
+        if value.dtype == ir.DataType.INT64 and value.name not in ("source", "target")
+        if value.shape is not None and len(value.shape)
+    ]
+    if not found:
+        raise copy.absent("indices among the inputs")
+    value, place = found[generator.integers(len(found))], int(generator.integers(6))
+    by = int(generator.choice((-1, 1)))
 
-    def change(array: NDArray[Any]) -> NDArray[Any]:
-        flat = array.reshape(-1)
-        place = generator.integers(len(flat))
-        flat[place] = flat[place] * 1.01 if flat[place] else 1e-3
-        return array
-
-    copy.edit(name, change)
-    return f"one entry of {name} off by 1 %"
-
-
-def _row_gone(copy: BundleCopy, generator: np.random.Generator) -> str:
-    names = [name for name in copy.names() if copy.array(name).ndim == 2]
-    name = str(generator.choice(names))
-
-    def change(array: NDArray[Any]) -> NDArray[Any]:
-        array[generator.integers(len(array))] = 0
-        return array
-
-    copy.edit(name, change)
-    return f"a row of {name} is 0"
-
-
-def _attribute(copy: BundleCopy, generator: np.random.Generator) -> str:
-    nodes = list(copy.nodes("LayerNormalization", "Softmax", "Gemm", "FusedGemm"))
-    node = nodes[generator.integers(len(nodes))]
-    wrong = {
-        "LayerNormalization": ir.AttrFloat32("epsilon", 1e-3),
-        "Softmax": ir.AttrInt64("axis", 1),
-    }.get(node.op_type, ir.AttrFloat32("alpha", 1.01))
-    node.attributes[wrong.name] = wrong
-    return f"{node.op_type} of {node.outputs[0].name}: {wrong.name} {wrong.value}"
-
-
-def _skipped(copy: BundleCopy, generator: np.random.Generator) -> str:
-    nodes = list(copy.nodes("LayerNormalization", "Softmax", "Relu", "Gelu", "Add"))
-    node = nodes[generator.integers(len(nodes))]
-    output, first = node.outputs[0], node.inputs[0]
-    if first is None or first.is_initializer() or first.shape != output.shape:
-        first = next(
-            (value for value in node.inputs if value is not None and value.shape == output.shape),
-            None,
+    def wrong(honest: ir.Value) -> ir.Value:
+        zero, moved = (
+            constant(honest, 0),
+            add(honest, "Add", honest, constant(honest, by)),
         )
+        return add(honest, "Max", moved, zero)
+
+    _where(value, _compared("Equal", place, lambda honest: _places(honest, 0)), wrong)
+    return f"{value.name}, entry {place}, plus {by}"
+
+
+def _wrong_integer(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
+    """A position, size or index that a graph computes is one larger."""
+    found = [
+        output
+        for model in copy.graphs.values()
+        for node in model.graph
+        for output in node.outputs
+        if output.dtype == ir.DataType.INT64
+    ]
+    if not found:
+        raise copy.absent("integers")
+    value = found[generator.integers(len(found))]
+    name = value.name
+    _everywhere(value, lambda honest: add(honest, "Add", honest, constant(honest, 1)))
+    return f"{name} plus 1"
+
+
+def _output_entry(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
+    """One entry of the last axis of an output of a graph: a segment, a candidate, a channel."""
+    found = [
+        value
+        for model in copy.graphs.values()
+        for value in model.graph.outputs
+        if value.shape is not None and len(value.shape) and value.dtype is not None
+    ]
+    value = found[generator.integers(len(found))]
+    assert value.shape is not None
+    axis, place = len(value.shape) - 1, int(generator.integers(8))
+    name = value.name
+    at = _compared("Equal", place, lambda honest: _places(honest, axis))
+
+    def wrong(honest: ir.Value) -> ir.Value:
+        if honest.dtype in FLOATS:
+            return _times(1.01, honest)
+        return add(honest, "Add", honest, _like(honest, 1.0))
+
+    def changed(honest: ir.Value) -> ir.Value:
+        return add(honest, "Where", at(honest), wrong(honest), honest)
+
+    replace(value, changed, outside=True)
+    return f"entry {place} of the last axis of output {name}: 1 % or 1 more"
+
+
+def _stale_rows(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
+    """After a selection or a move, one row of one state is the copy of the row before it."""
+    found = [
+        value
+        for name, model in copy.graphs.items()
+        if name in ("select", "move", "gather", "place")
+        for value in model.graph.outputs
+        if value.shape is not None and len(value.shape)
+    ]
+    if not found:
+        raise copy.absent("graphs that move rows")
+    value, row = found[generator.integers(len(found))], int(generator.integers(1, 8))
+    name = value.name
+
+    def wrong(honest: ir.Value) -> ir.Value:
+        places = add(honest, "Squeeze", _places(honest, 0), _others_of(honest))
+        at = add(honest, "Equal", places, constant(honest, row))
+        before = add(honest, "Sub", places, constant(honest, 1))
+        return add(honest, "Gather", honest, add(honest, "Where", at, before, places), axis=0)
+
+    replace(value, wrong, outside=True)
+    return f"row {row} of {name} is row {row - 1}"
+
+
+def _others_of(value: ir.Value) -> ir.Value:
+    assert value.shape is not None
+    return constant(value, list(range(1, len(value.shape))))
+
+
+def _attribute(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
+    """Any attribute of any operator: a float 1 % or an epsilon 100 times larger, an integer off."""
+    found = [
+        (node, attribute)
+        for model in copy.graphs.values()
+        for node in model.graph.all_nodes()
+        for attribute in node.attributes.values()
+        if attribute.type in (ir.AttributeType.FLOAT, ir.AttributeType.INT, ir.AttributeType.INTS)
+        and node.op_type not in ("Cast", "Constant")
+    ]
+    if not found:
+        raise copy.absent("attributes")
+    kinds = sorted({node.op_type for node, _ in found})
+    kind = kinds[generator.integers(len(kinds))]
+    found = [each for each in found if each[0].op_type == kind]
+    node, attribute = found[generator.integers(len(found))]
+    name, before = attribute.name, attribute.value
+    wrong: Any
+    if attribute.type == ir.AttributeType.FLOAT:
+        wrong = ir.AttrFloat32(name, before * (100 if name == "epsilon" else 1.01))
+    elif attribute.type == ir.AttributeType.INT:
+        wrong = ir.AttrInt64(name, 1 - before if before in (0, 1) else before - 1)
+    else:
+        wrong = ir.AttrInt64s(name, [*before[:-2], *reversed(before[-2:])])
+    if wrong.value == before:
+        raise copy.absent(f"another {name}")
+    node.attributes[name] = wrong
+    return f"{name} of {kind}, output {node.outputs[0].name}: {before} became {wrong.value}"
+
+
+def _operator(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
+    nodes = [node for node in copy.nodes(*OPERATORS) if not node.attributes]
+    if not nodes:
+        raise copy.absent("operators with a twin")
+    node = nodes[generator.integers(len(nodes))]
+    others = OPERATORS[node.op_type]
+    other, name = others[generator.integers(len(others))], node.outputs[0].name
+    replace(node.outputs[0], lambda honest: add(honest, other, *node.inputs))
+    return f"{node.op_type} of {name} is {other}"
+
+
+def _rewired(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
+    """An input of an operator is another value of the same type and shape."""
+    found = []
+    for model in copy.graphs.values():
+        earlier: dict[Any, list[ir.Value]] = {}
+        for node in model.graph:
+            for index, value in enumerate(node.inputs):
+                if value is not None and value.shape is not None and not value.is_initializer():
+                    alike = earlier.get((value.dtype, str(value.shape)), [])
+                    found += [(node, index, other) for other in alike if other is not value]
+            for output in node.outputs:
+                if output.shape is not None:
+                    earlier.setdefault((output.dtype, str(output.shape)), []).append(output)
+    if not found:
+        raise copy.absent("values of one shape")
+    node, index, other = found[generator.integers(len(found))]
+    before = node.inputs[index]
+    node.replace_input_with(index, other)
+    name = node.outputs[0].name
+    return f"{node.op_type} of {name} reads {other.name} for {before and before.name}"
+
+
+def _skipped(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
+    nodes = [
+        node
+        for node in copy.nodes("Add", "Mul", "LayerNormalization", "Relu", "Gelu", "Softmax")
+        if node.outputs[0].shape is not None
+    ]
+    node = nodes[generator.integers(len(nodes))]
+    output = node.outputs[0]
+    alike = [v for v in node.inputs if v is not None and str(v.shape) == str(output.shape)]
+    first = alike[0] if alike else node.inputs[0]
     if first is None or first.is_initializer():
         raise copy.absent(f"an input of {node.op_type} of the shape of its output")
     honest = first
@@ -219,23 +546,27 @@ def _skipped(copy: BundleCopy, generator: np.random.Generator) -> str:
     return f"{node.op_type} of {output.name} skipped"
 
 
-def _default(copy: BundleCopy, generator: np.random.Generator) -> str:
-    if not copy.config.decoder_layers:
-        raise copy.absent("defaults of generation")
-    chosen = DEFAULTS[generator.integers(len(DEFAULTS))]
-    copy.manifest = changed(copy.manifest, generation={**copy.manifest.generation, **chosen})
-    return f"defaults of generation: {chosen}"
-
-
 PLANTS: tuple[tuple[str, Plant], ...] = (
     ("a value scaled", _scaled),
+    ("noise by value", _noisy),
+    ("a nonlinear output", _nonlinear_output),
+    ("a lower precision", _lower_precision),
+    ("a value clipped", _clip),
     ("rows late in a batch", _late_rows),
+    ("embeddings late in a batch", _embedding_late),
     ("one length", _of_length),
     ("one position", _at_place),
+    ("one size of an input", _of_input_size),
+    ("with one token", _with_token),
+    ("with one pair of tokens", _with_pair),
+    ("with padding", _padded),
     ("one token", _other_token),
-    ("a weight off", _wrong_weight),
-    ("a row of a weight gone", _row_gone),
+    ("an index off", _wrong_index),
+    ("an integer off", _wrong_integer),
+    ("an entry of an output", _output_entry),
+    ("stale rows", _stale_rows),
     ("an attribute", _attribute),
+    ("another operator", _operator),
+    ("another edge", _rewired),
     ("an operator skipped", _skipped),
-    ("a default", _default),
 )

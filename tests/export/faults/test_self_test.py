@@ -221,7 +221,7 @@ def test_random_faults_that_change_an_answer_are_caught(
 ) -> None:
     gate, folder = variant_gate
     planted: list[PlantedFault] = []
-    for fault in random_faults(20, seed=1):
+    for fault in random_faults(20, [[5, 6, 7]], seed=1):
         with contextlib.suppress(InputError):  # it has no place in this variant
             planted += [each for each in gate.plant([fault], folder) if each is not None]
     # In int8 a value at a border may hide a small one.
