@@ -9,23 +9,27 @@ gets wrong, the comparison with torch shows.
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
+import onnx
 import onnx_ir as ir
 
 from transferry.build_model.model.transformer import Transformer
 from transferry.export.make import add_one_graph, make
 from transferry.export.recipes import RECIPES
 from transferry.export.rewrite.calibration import Calibration
+from transferry.export.trace.canonical import Canonical, GraphForm, NodeForm, label
 from transferry.export.trace.graph import Graph, Traces
-from transferry.export.trace.store import SMALLEST
 from transferry.runtime.bundle.bundle import Bundle
-from transferry.runtime.bundle.specs import ONE_GRAPH, Variant
+from transferry.runtime.bundle.specs import ONE_GRAPH, GraphSpec, Variant
 from transferry.runtime.proof.one_graph import beams_of
 from transferry.runtime.proof.report import Claim
 
 GRAPHS = "graphs"
+MOST_SHOWN = 60  # characters of an attribute in a message
 # Graphs that export makes now, by name; None if versions differ.
 Fresh = Mapping[str, Graph] | None
 # Packages that decide the graphs.
@@ -74,69 +78,147 @@ def _release(version: str) -> str:
 def graphs_claim(fresh: Mapping[str, Graph], bundle: Bundle, variant: Variant) -> Claim:
     """Compares the graphs of a variant with those of `fresh_graphs`.
 
-    Large weights are left out: `weights_claim` compares them.
+    Names and the order of independent nodes may differ. Large weights are left out:
+    `weights_claim` compares them.
     """
     if fresh.keys() != variant.graphs.keys():
         return Claim(GRAPHS, f"expected {', '.join(fresh)}, found {', '.join(variant.graphs)}")
     for name, graph in fresh.items():
-        stored = ir.load(bundle.graph(variant.graphs[name]))
-        pairs = zip(_nodes(graph.model), _nodes(stored), strict=False)
-        differing = (number for number, (wanted, found) in enumerate(pairs) if wanted != found)
-        if (first := next(differing, None)) is not None:
-            kind = stored.graph[first].op_type
-            return Claim(GRAPHS, f"{name}: node {first}, {kind}, is not what export writes")
-        if len(graph.model.graph) != len(stored.graph) or _ends(graph.model) != _ends(stored):
-            return Claim(GRAPHS, f"{name}: has other nodes, inputs or outputs than export writes")
+        if problem := _problem(graph, bundle, variant.graphs[name]):
+            return Claim(GRAPHS, f"{name}: {problem}")
     return Claim(GRAPHS, "")
 
 
-def _nodes(model: ir.Model) -> Iterator[tuple[Any, ...]]:
-    """Yields each node: operator, attributes, origin of its inputs, number of outputs.
+def _problem(graph: Graph, bundle: Bundle, spec: GraphSpec) -> str:
+    """Describes the first difference of a stored graph; empty without one."""
+    if graph.spec != spec:
+        return "the manifest lists other inputs, outputs or another file than export writes"
+    path = bundle.graph(spec)
+    if problem := irregular(onnx.load(path, load_external_data=False)):
+        return problem
+    wanted = graph.canonical
+    found = Canonical(ir.load(path), wanted)
+    if problem := _difference(wanted.graph, found.graph):
+        return problem
+    differing = (part for part in wanted.rest if wanted.rest[part] != found.rest[part])
+    if (part := next(differing, None)) is not None:
+        return f"has another {part} than export writes"
+    declared: dict[str, list[Any]] = {}
+    for each in wanted.graph.everywhere():
+        declared.setdefault(each.digest, []).extend(each.declared())
+    for each in found.graph.everywhere():
+        # Writers may leave types and shapes out; runtimes infer them.
+        for value, kind in zip(each.node.outputs, each.declared(), strict=True):
+            known = declared.get(each.digest, [])
+            if any(kind) and not any(_fits(kind, one) for one in known):
+                said = " ".join(filter(None, kind))
+                return f"{_named(each)}: {value.name} is declared as {said}, unlike by export"
+    return ""
 
-    Its inputs are also the outer values that bodies of If and Loop read.
+
+def _fits(declared: Sequence[str], wanted: Sequence[str]) -> bool:
+    """Whether a declaration says nothing else than another."""
+    both = zip_longest(declared, wanted, fillvalue="")
+    return all(one in ("", other) for one, other in both)
+
+
+def _difference(wanted: GraphForm, found: GraphForm) -> str:
+    """Describes the first node that differs, or an end of the graph."""
+    missing = Counter(each.digest for each in wanted.nodes)
+    missing.subtract(each.digest for each in found.nodes)
+    extra = {digest for digest, count in missing.items() if count < 0}
+    # Digests hold all that lies before a node, so the first one differs in itself.
+    wrong = next((each for each in found.nodes if each.digest in extra), None)
+    lacking = [each for each in wanted.nodes if missing[each.digest] > 0]
+    if wrong is not None:
+        names = {value.name for value in wrong.node.outputs}
+        likely = (each for each in lacking if names & {value.name for value in each.node.outputs})
+        right = next(likely, lacking[0] if lacking else None)
+        return f"{_named(wrong)}: {_parts(right, wrong) if right else 'export writes no such node'}"
+    if lacking:
+        return f"lacks {_named(lacking[0])}, which export writes"
+    differing = (part for part in wanted.ends if wanted.ends[part] != found.ends[part])
+    part = next(differing, "")
+    return f"has other {part} than export writes" if part else ""
+
+
+def _parts(wanted: NodeForm, found: NodeForm) -> str:
+    """Describes the first part in which two nodes differ."""
+    for part in (*wanted.parts, *found.parts):
+        if wanted.parts.get(part) == found.parts.get(part):
+            continue
+        if part in wanted.bodies and part in found.bodies:
+            inside = _difference(wanted.bodies[part], found.bodies[part])
+            return f"{part}: {inside}"
+        kind, _, number = part.partition(" ")
+        if kind == "input":
+            shown = [
+                label(dict(enumerate(each.node.inputs)).get(int(number)))
+                for each in (wanted, found)
+            ]
+        elif kind == "operator":
+            shown = [each.node.op_type for each in (wanted, found)]
+        else:
+            shown = [_shown(each.node.attributes.get(number)) for each in (wanted, found)]
+        if shown[0] == shown[1]:
+            return f"{part} differs from export's"
+        return f"{part} is {shown[1]}, export writes {shown[0]}"
+    return "export writes it another number of times"
+
+
+def _named(form: NodeForm) -> str:
+    return f"{form.node.op_type} {form.node.outputs[0].name if form.node.outputs else ''}".strip()
+
+
+def _shown(attribute: ir.Attr | None) -> str:
+    text = "absent" if attribute is None else str(attribute.value)
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
+
+
+def irregular(model: onnx.ModelProto) -> str:
+    """Describes content of a file that readers understand differently; empty without any.
+
+    onnx_ir drops fields that onnxruntime reads, and of two entries of one name takes either.
     """
-    numbers = _numbers(model)
-    for node in model.graph:
-        attributes = sorted(
-            (name, ir.to_proto(attribute).SerializeToString(deterministic=True))
-            for name, attribute in node.attributes.items()
-        )
-        inputs = [_origin(value, numbers) for value in (*node.inputs, *_captured(node))]
-        yield node.domain, node.op_type, attributes, inputs, len(node.outputs)
+    known = onnx.ModelProto()
+    known.CopyFrom(model)
+    known.DiscardUnknownFields()
+    if known.ByteSize() != model.ByteSize():
+        return "holds fields that onnx does not know"
+    if model.training_info or model.configuration:
+        return "holds a training or a configuration of devices"
+    for graph in _graphs(model):
+        named = [each.name for each in graph.initializer]
+        values = [each.name for each in graph.value_info]
+        if graph.sparse_initializer or graph.quantization_annotation:
+            return "holds sparse or annotated tensors"
+        if any(len({*names}) < len(names) or "" in names for names in (named, values)):
+            return "names two tensors alike"
+        tensors = [*graph.initializer]
+        for node in graph.node:
+            names = [each.name for each in node.attribute]
+            if len({*names}) < len(names):
+                return f"{node.op_type} {node.name} has an attribute twice"
+            tensors += [each for one in node.attribute for each in (one.t, *one.tensors)]
+        for tensor in tensors:
+            keys = sorted(each.key for each in tensor.external_data)
+            if keys not in ([], ["length", "location", "offset"]):
+                return f"{tensor.name} lies outside of the graph at {', '.join(keys)}"
+            kinds = tensor.raw_data, tensor.float_data, tensor.int32_data, tensor.int64_data
+            if sum(map(bool, (*kinds, tensor.double_data, tensor.uint64_data, keys))) > 1:
+                return f"{tensor.name} has its content twice"
+    return ""
 
 
-def _captured(node: ir.Node) -> Iterator[ir.Value]:
-    """Yields the values around a node that the bodies of its attributes read, in order."""
-    for _, attribute in sorted(node.attributes.items()):
-        if attribute.type == ir.AttributeType.GRAPH:
-            body = attribute.as_graph()
-            read = [value for inner in body.all_nodes() for value in inner.inputs]
-            read += [value for graph in (body, *body.subgraphs()) for value in graph.outputs]
-            yield from (value for value in read if value is not None and value.graph is node.graph)
-
-
-def _ends(model: ir.Model) -> list[Any]:
-    numbers = _numbers(model)
-    ends = [[(value.name, str(value.type)) for value in model.graph.inputs]]
-    return [*ends, [(value.name, _origin(value, numbers)) for value in model.graph.outputs]]
-
-
-def _numbers(model: ir.Model) -> dict[int, tuple[int, int]]:
-    """Returns the place of each computed value: its node and its output there."""
-    return {
-        id(value): (number, place)
-        for number, node in enumerate(model.graph)
-        for place, value in enumerate(node.outputs)
-    }
-
-
-def _origin(value: ir.Value | None, numbers: dict[int, tuple[int, int]]) -> Any:
-    """Describes a value without inner names."""
-    if value is None:
-        return None
-    if id(value) in numbers:
-        return numbers[id(value)]
-    tensor = value.const_value
-    if tensor is None or tensor.nbytes >= SMALLEST:
-        return value.name  # an input or a weight
-    return str(tensor.dtype), tuple(tensor.shape.numpy()), tensor.tobytes()
+def _graphs(model: onnx.ModelProto) -> Iterator[onnx.GraphProto]:
+    waiting = [model.graph]
+    # Functions have no tensors of their own besides those of their nodes.
+    waiting += [onnx.GraphProto(node=function.node) for function in model.functions]
+    while waiting:
+        graph = waiting.pop()
+        yield graph
+        for node in graph.node:
+            for attribute in node.attribute:
+                waiting += attribute.graphs
+                if attribute.type == onnx.AttributeProto.GRAPH:
+                    waiting.append(attribute.g)

@@ -25,6 +25,7 @@ from transferry.export.rewrite.calibration import KINDS, Calibration
 from transferry.export.rewrite.kv_scales import fold_kv_scales
 from transferry.export.rewrite.weight_blocks import bits_of, blocks
 from transferry.export.rewrite.weight_int8 import quantised
+from transferry.export.trace.canonical import COMPUTED
 from transferry.export.trace.store import SMALLEST
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.specs import Variant
@@ -32,8 +33,6 @@ from transferry.runtime.precision import FLOAT32, Precision
 from transferry.runtime.proof.report import Claim
 
 WEIGHTS = "weights"  # name of the claim
-# Sines, cosines and quotients may differ by a unit in the last place between processors.
-COMPUTED = 2.0**-22
 BLOCK = 1 << 20  # entries compared at once, in float64
 
 

@@ -26,6 +26,7 @@ from torch.onnx._internal.exporter._registration import ONNXRegistry
 from transferry.build_model.model.attention import KeyValues
 from transferry.build_model.model.config import ModelConfig
 from transferry.build_model.model.recurrence import CellState
+from transferry.export.trace.canonical import Canonical
 from transferry.runtime.bundle.specs import GraphSpec, Role, TensorSpec
 
 # The exporter's own opset, so that nothing is converted afterwards: 23 and later have an Attention
@@ -67,6 +68,11 @@ class Graph:
     model: ir.Model
     spec: GraphSpec
     program: ExportedProgram | None = None
+
+    @functools.cached_property
+    def canonical(self) -> Canonical:
+        """The canonical form; the graph is not edited any more."""
+        return Canonical(self.model)
 
     def at(self, file: str) -> Graph:
         """Returns the graph with another file name."""
