@@ -274,7 +274,7 @@ def test_a_few_or_most_far_logits_do_not_widen_the_unit(biased: int) -> None:
     changed = logits.copy()
     changed[:, 500 - biased :] = -1e4
     ratio = logit_units(changed) / logit_units(logits)
-    assert ratio.max() < 4
+    assert ratio.max() < 6
     assert ratio.min() > 0.25
 
 
