@@ -220,14 +220,23 @@ def _record(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
         new, words = changed(found, cases=[*found.cases[:-1], last]), "three times torch's error"
     elif kind == 3:
         few = [
-            changed(each, answers=each.answers[:1], scores=each.scores[:1], ends=each.ends[:1])
+            changed(
+                each,
+                answers=each.answers[:1],
+                scores=each.scores[:1],
+                score_error=[[one.own for one in row] for row in each.exact[:1]],
+                ends=each.ends[:1],
+            )
             for each in searches
         ]
         new, words = changed(found, sources=found.sources[:1], searches=few), "one source"
     elif kind == 4:
         new, words = changed(found, searches=searches[:1]), "one search"
     elif kind == 5:
-        more = [changed(each, score_error=4 * each.score_error) for each in searches]
+        more = [
+            changed(each, score_error=[[4 * one.own for one in row] for row in each.exact])
+            for each in searches
+        ]
         new, words = changed(found, searches=more), "four times torch's error of scores"
     else:
         short = [changed(each, options={**each.options, "max_length": 2}) for each in searches]

@@ -11,7 +11,7 @@ from transferry.export.oracle.oracle import Oracle
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.tasks.score import TOO_SHORT, Pair, score
 from transferry.runtime.proof.compare import Comparison, limited
-from transferry.runtime.proof.divergence import forced
+from transferry.runtime.proof.divergence import RankErrors, forced
 
 ROWS = 64  # scored by the oracle at once
 
@@ -26,7 +26,7 @@ def scores(oracle: Oracle, engine: Engine, pairs: Sequence[Pair]) -> Check:
 
 
 def compare_scores(oracle: Oracle, engine: Engine, pairs: Sequence[Pair]) -> list[Comparison]:
-    """Compares the log-probability of each token, in units of the largest logit.
+    """Compares the log-probability of each token, in units of the logits there.
 
     Args:
         oracle: The reference.
@@ -34,7 +34,7 @@ def compare_scores(oracle: Oracle, engine: Engine, pairs: Sequence[Pair]) -> lis
         pairs: As for `score`.
 
     Returns:
-        A comparison for each batch of the oracle's.
+        The token nearest to its limit, or beyond it, of each batch of the oracle's.
     """
     comparisons = []
     rows = list(enumerate(score(engine, pairs, long_rows="truncate")))
@@ -50,16 +50,17 @@ def compare_scores(oracle: Oracle, engine: Engine, pairs: Sequence[Pair]) -> lis
             forced(side, sources, answers, oracle.special)
             for side in (oracle.exact, oracle.reference, *oracle.others)
         )
-        unit = max(max(row.largest for row in exact), 1.0)
-        wanted = np.concatenate([row.log_probabilities for row in exact])
-        own = max(
-            float(np.abs(np.concatenate([row.log_probabilities for row in side]) - wanted).max())
-            for side in sides
-        )
-        given = np.concatenate([row.log_probabilities for _, row in batch])
-        error, own = float(np.abs(given - wanted).max()) / unit, own / unit
-        budget = oracle.tolerance.budget(own)
-        comparisons.append(limited(name, "scores", "text", error, own, budget))
+        worst: list[tuple[float, float]] = []
+        for one, (_, row), *moved in zip(exact, batch, *sides, strict=True):
+            own = RankErrors.of(one, moved, oracle.tolerance.floor)
+            errors = np.abs(row.log_probabilities - one.log_probabilities)
+            units = own.floor / oracle.tolerance.floor
+            allowed = [own.allowed(oracle.tolerance, slice(n, n + 1)) for n in range(len(errors))]
+            worst += zip((errors / units).tolist(), (allowed / units).tolist(), strict=True)
+        # Unlike max(), argmax finds NaN.
+        error, budget = worst[int(np.argmax([error / allowed for error, allowed in worst]))]
+        own_error = budget / oracle.tolerance.factor
+        comparisons.append(limited(name, "scores", "text", error, own_error, budget))
     failed = [(number, row.error) for number, row in rows if row.error not in (None, TOO_SHORT)]
     if failed:
         fault = f"row {failed[0][0]} and {len(failed) - 1} more were not scored: {failed[0][1]}"

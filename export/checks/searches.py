@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -99,10 +100,11 @@ class Search:
         Scores are compared if the options ask for them.
         """
         explain = oracle.explainer(self.decoder, replace(self.options, scores=True))
+        scored = partial(oracle.scores, options=self.options)
         given = self.answers()
         more: dict[str, Any] = {"prefixes": self.prefixes, "rows": self.rows}
         for batch in oracle.expected(self.sources, self.options, **more):
-            tally.add(batch, [given[row] for row in batch.rows], explain)
+            tally.add(batch, [given[row] for row in batch.rows], explain, scored)
             yield len(batch.rows)
 
     def check(

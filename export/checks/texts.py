@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,8 +21,16 @@ from transferry.runtime.decoding.logits import log_sum_exp
 from transferry.runtime.decoding.search import pad_sources
 from transferry.runtime.engine.tasks.fill_mask import FillMask
 from transferry.runtime.errors import InputError
-from transferry.runtime.proof.compare import Case, Tolerance, compare, observe, truth
-from transferry.runtime.proof.divergence import Divergence
+from transferry.runtime.proof.compare import (
+    Case,
+    Tolerance,
+    compare,
+    logit_errors,
+    logit_units,
+    observe,
+    truth,
+)
+from transferry.runtime.proof.divergence import Divergence, RankErrors
 from transferry.runtime.proof.report import Difference
 from transferry.runtime.proof.tally import Tally
 from transferry.runtime.tokenizer.byte_pair import SpecialTokens
@@ -134,7 +142,9 @@ def _readings(
         forcing.add([0, *left.argmax(axis=1)], exact, left, right, meant)
         where = places if fills else np.arange(len(left))
         borders = bool(oracle.others)
-        _Choices(exact, left, others, right, where, borders, oracle.tolerance).count(row, tally)
+        _Choices(exact, left, others, right, least, where, borders, oracle.tolerance).count(
+            row, tally
+        )
     yield Findings(comparisons=found.comparisons, forcing=forcing)
     if forcing.tokens:
         yield Findings(decisions=[tally.decisions()])
@@ -149,6 +159,7 @@ class _Choices:
         left: Those of torch in float32.
         others: Those of torch with other roundings.
         right: Those of the model.
+        least: Lower bound of the unit of their errors.
         where: Place of each choice, for the report `[choices]`.
         borders: Whether torch rounds values to integers.
         tolerance: The largest error that passes.
@@ -158,36 +169,37 @@ class _Choices:
     left: NDArray[np.float64]
     others: Sequence[NDArray[np.float64]]
     right: NDArray[np.float64]
+    least: float
     where: NDArray[np.int64]
     borders: bool
     tolerance: Tolerance
 
     def count(self, row: int, tally: Tally) -> None:
         """Counts the choices of a text as equal, tied or different."""
-        exact, right = self.exact, self.right
+        exact, right, tolerance = self.exact, self.right, self.tolerance
         wanted, found = self.left.argmax(axis=1), right.argmax(axis=1)
-        largest = np.abs(exact).max(initial=0.0)
-        errors = (np.abs(side - exact).max(initial=0.0) for side in (self.left, *self.others))
-        own_error = max(errors) / largest
-        # A log-probability is a logit less the logits' log-sum-exp: each may be off.
-        own = float(2 * max(own_error, self.tolerance.floor) * largest)
-        allowed = self.tolerance.factor * own
-        few = 2 * self.tolerance.floor * largest
-        rounding = Tolerance.factor * (few if self.borders else own)
-        divergences = [
-            Divergence(
-                int(place), (int(one),), (int(other),), margin, allowed, min(allowed, rounding)
-            )
-            for place, one, other, scores in zip(self.where, wanted, found, exact, strict=True)
-            if one != other or not np.isfinite(scores).all()
-            for margin in [float(np.abs(scores[one] - scores[other]))]
+        units = np.maximum(logit_units(exact), self.least)
+        sides = [
+            logit_units(exact) * logit_errors(each, exact) for each in (self.left, *self.others)
         ]
+        own = RankErrors(np.max(sides, axis=0), tolerance.floor * units, self.borders)
+        # Rounding alone crosses no border.
+        few = replace(own, each=own.floor if self.borders else own.each, borders=False)
+        divergences, errors = [], []
+        for n, (one, other) in enumerate(zip(wanted, found, strict=True)):
+            # Either score may be off.
+            allowed = 2 * own.allowed(tolerance, slice(n, n + 1))
+            rounding = min(allowed, 2 * few.allowed(Tolerance(), slice(n, n + 1)))
+            if one != other or not np.isfinite(exact[n]).all():
+                margin = float(np.abs(exact[n, one] - exact[n, other]))
+                given = int(self.where[n]), (int(one),), (int(other),)
+                divergences.append(Divergence(*given, margin, allowed, rounding))
+            scores = (side[n, one] - log_sum_exp(side[n : n + 1])[0] for side in (exact, right))
+            errors.append((float(np.abs(np.subtract(*scores))), allowed / tolerance.factor))
         if not np.isfinite(right).all():
             tally.differ(Difference(row, "the graph gave NaN or infinity"), False)
         elif divergences:
             worst = max(divergences, key=lambda item: item.margin - item.allowed)
             tally.differ(*worst.difference(row))
         else:
-            chosen = np.arange(len(wanted)), wanted
-            scores = [logits[chosen] - log_sum_exp(logits) for logits in (exact, right)]
-            tally.agree(row, np.abs(scores[0] - scores[1]).tolist(), own)
+            tally.agree(row, errors)

@@ -278,19 +278,15 @@ class BundleTest:
         options = one_graph_options(self.text(sources), both[0].beam)
         asked = sources, options, special, self.honest.model.batches.rows
         wanted, found = (one.answers_all_ways(*asked) for one in both)
-        _, own = self.oracle.scores(sources, [ways[0] for ways in wanted], options)
-        pairs = [
-            pair
-            for row, other in zip(wanted, found, strict=True)
-            for pair in zip(row, other, strict=True)
-        ]
+        exact = self.oracle.scores(sources, [ways[0] for ways in wanted], options)
         return any(
             [item.scored_tokens for item in left] != [item.scored_tokens for item in right]
             or any(
-                not abs(one.score - other.score) <= ROUNDING * own
-                for one, other in zip(left, right, strict=True)
+                not abs(one.score - other.score) <= ROUNDING * row.own
+                for one, other, row in zip(left, right, scores, strict=True)
             )
-            for left, right in pairs
+            for row_left, row_right, scores in zip(wanted, found, exact, strict=True)
+            for left, right in zip(row_left, row_right, strict=True)
         )
 
 

@@ -24,28 +24,13 @@ from transferry.runtime.decoding.hypothesis import Hypothesis, length_normalised
 from transferry.runtime.decoding.search import search
 from transferry.runtime.precision import FLOAT32, Precision
 from transferry.runtime.proof.compare import INT8_STEP, Case, Tolerance, Truth, observe, truth
-from transferry.runtime.proof.divergence import Explainer, forced
+from transferry.runtime.proof.divergence import Explainer, RankErrors, forced
 from transferry.runtime.proof.recorded import RecordedSearch, Reference
 from transferry.runtime.proof.rules import Rules
-from transferry.runtime.proof.tally import ExpectedAnswers
+from transferry.runtime.proof.tally import ExactScore, ExpectedAnswers
 from transferry.runtime.tokenizer.byte_pair import SpecialTokens
 
 ROWS = 64  # hypotheses searched together
-
-
-@dataclass(frozen=True)
-class _Score:
-    """The oracle's score of an answer.
-
-    Attributes:
-        total: Log-probability of all tokens, in nats.
-        largest: The largest magnitude of a logit.
-        spread: Change of the total by rounding values at a border the other way, in nats.
-    """
-
-    total: float
-    largest: float
-    spread: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +61,7 @@ class Oracle:
     rounds: bool = False
     remembers: bool = False
     # By source, tokens and how they were ranked: searches share many answers.
-    _scored: dict[tuple[tuple[int, ...], tuple[int, ...], GenerationOptions | None], _Score] = (
+    _scored: dict[tuple[tuple[int, ...], tuple[int, ...], GenerationOptions | None], ExactScore] = (
         field(default_factory=dict, repr=False)
     )
     _truths: dict[int, tuple[Case, Truth]] = field(default_factory=dict, repr=False)
@@ -175,8 +160,8 @@ class Oracle:
             begun = prefixes and [prefixes[row] for row in batch]
             asked = self.reference, chosen, replace(options, scores=True), self.special
             wanted = search(*asked, row_ids=batch, prefixes=begun)
-            scores, own = self.scores(chosen, wanted, options) if options.scores else ([], 1.0)
-            answers = ExpectedAnswers(batch, chosen, wanted, scores, own)
+            scores = self.scores(chosen, wanted, options) if options.scores else []
+            answers = ExpectedAnswers(batch, chosen, wanted, scores)
             kept.append(answers)
             yield answers
         self._expected[key] = kept
@@ -210,8 +195,8 @@ class Oracle:
         sources: Sequence[Sequence[int]],
         answers: Sequence[Sequence[Hypothesis]],
         options: GenerationOptions,
-    ) -> tuple[list[list[float]], float]:
-        """Returns the oracle's score of each hypothesis, and the reference's own error in nats.
+    ) -> list[list[ExactScore]]:
+        """Returns the oracle's score of each hypothesis, normalised by its length.
 
         The score is NaN where the search failed, so that nothing equals it.
         """
@@ -233,35 +218,25 @@ class Oracle:
         new = [key for key in dict.fromkeys(chain(*keys)) if key[1] and key not in self._scored]
         for batch in self.batches([len(tokens) for _, tokens, _ in new]):
             chosen = [new[index] for index in batch]
-            different = [source for source, _, _ in chosen]
-            tokens = [answer for _, answer, _ in chosen]
-            exactly = forced(self.exact, different, tokens, self.special, rules)
-            totals = [float(given.ranks.sum()) for given in exactly]
-            spreads = [0.0] * len(chosen)
-            for side in self.others:
-                # Of every answer: what moves one by much leaves another alone.
-                moved_answers = forced(side, different, tokens, self.special, rules)
-                for place, given in enumerate(moved_answers):
-                    moved = abs(float(given.ranks.sum()) - totals[place])
-                    spreads[place] = max(spreads[place], moved)
-            for key, total, given, spread in zip(chosen, totals, exactly, spreads, strict=True):
-                self._scored[key] = _Score(total, given.largest, spread)
-        own, largest = 0.0, 1.0
-        exact: list[list[float]] = []
-        for row, hypotheses in zip(keys, answers, strict=True):
-            exact.append([])
-            for key, item in zip(row, hypotheses, strict=True):
-                score = np.nan
-                if length := len(key[1]):
-                    scored = self._scored[key]
-                    score, spread = (
-                        length_normalised(each, length, options.length_penalty)
-                        for each in (scored.total, scored.spread)
-                    )
-                    own = max(own, abs(item.score - score), spread)
-                    largest = max(largest, scored.largest)
-                exact[-1].append(score)
-        return exact, max(own, self.tolerance.floor * largest)
+            given = [source for source, _, _ in chosen], [answer for _, answer, _ in chosen]
+            exact, *sides = (
+                forced(side, *given, self.special, rules)
+                for side in (self.exact, self.reference, *self.others)
+            )
+            for key, one, *moved in zip(chosen, exact, *sides, strict=True):
+                errors = RankErrors.of(one, moved, self.tolerance.floor)
+                own = errors.allowed(self.tolerance) / self.tolerance.factor
+                rounding = errors.rounding if self.others else np.inf
+                self._scored[key] = ExactScore(float(one.ranks.sum()), own, rounding)
+
+        def score(key: Any) -> ExactScore:
+            whole = self._scored.get(key, ExactScore(np.nan, self.tolerance.floor))
+            length = max(1, len(key[1]))
+            return ExactScore(
+                *(length_normalised(each, length, options.length_penalty) for each in whole)
+            )
+
+        return [[score(key) for key in row] for row in keys]
 
     def record(
         self,
@@ -276,8 +251,9 @@ class Oracle:
             settings = search_settings(name, generation or {}, self.config, sources, max_length)
             options = GenerationOptions(**settings)
             answers = search(self.reference, sources, options, self.special)
-            scores, own_error = self.scores(sources, answers, options)
+            exact = self.scores(sources, answers, options)
+            scores, owns = ([[one[part] for one in row] for row in exact] for part in (0, 1))
             tokens = [[hypothesis.tokens for hypothesis in row] for row in answers]
             ends = [[hypothesis.end for hypothesis in row] for row in answers]
-            searches.append(RecordedSearch(name, settings, tokens, scores, own_error, ends))
+            searches.append(RecordedSearch(name, settings, tokens, scores, owns, ends))
         return Reference([(case, self.truth(case)) for case in cases], sources, searches)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from transferry.runtime.bundle.head import HeadSettings
 from transferry.runtime.decoding.decoder import Tensors
 from transferry.runtime.decoding.logits import log_sum_exp
+from transferry.runtime.proof.compare import logit_errors, logit_units
 from transferry.runtime.proof.report import (
     CHOICES,
     EQUIVALENT,
@@ -80,13 +81,13 @@ class TeacherForcing:
             logits[:places].astype(np.float64)
             for logits in (oracle, reference, found, reference if trained is None else trained)
         )
-        largest = np.abs(exact).max()
+        units = logit_units(exact)
         for errors, logits in ((self.errors, judged), (self.own, own)):
-            worst = np.abs(logits - exact).max(axis=1)
+            worst = logit_errors(logits, exact)
             if errors is self.errors:
-                self.error = float(np.maximum(self.error, worst.max()))
+                self.error = float(np.maximum(self.error, (units * worst).max()))
             errors += [0.0] * (places - len(errors))
-            for place, value in enumerate((worst / largest).tolist()):
+            for place, value in enumerate(worst.tolist()):
                 errors[place] = float(np.maximum(errors[place], value))
         best = np.partition(exact, -2, axis=1)[:, -2:]
         margins = best[:, 1] - best[:, 0]

@@ -195,7 +195,8 @@ def logit_units(logits: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
         `[...]`
     """
     vocabulary = logits.shape[-1]
-    middle, near = vocabulary // 2, max(vocabulary - 1 - NEAR, vocabulary // 2)
+    middle = (vocabulary - 1) // 2
+    near = max(vocabulary - 1 - NEAR, middle)
     best, close, median = (
         np.partition(logits, (middle, near, vocabulary - 1), axis=-1)[..., place]
         for place in (-1, near, middle)

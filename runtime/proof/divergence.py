@@ -21,11 +21,16 @@ from transferry.runtime.decoding.hypothesis import Hypothesis
 from transferry.runtime.decoding.logits import log_sum_exp
 from transferry.runtime.decoding.sampling import draw_uniforms
 from transferry.runtime.decoding.search import begin, pad_sources, search
-from transferry.runtime.proof.compare import Tolerance
+from transferry.runtime.proof.compare import Tolerance, logit_errors, logit_units
 from transferry.runtime.proof.draws import distance_of_draws
 from transferry.runtime.proof.report import Difference
 from transferry.runtime.proof.rules import Rules
 from transferry.runtime.tokenizer.byte_pair import SpecialTokens
+
+# Limit of an answer in units of its change by other roundings at borders, as in
+# `Tolerance.budget`. Errors of all tokens of a vocabulary are about 3 times those of one, so that
+# chance reaches it at 6 standard deviations.
+CROSSED_TIMES = 2.0
 
 
 @dataclass(frozen=True)
@@ -137,16 +142,17 @@ class Explainer:
             forced(side, [source] * 2, [left, right], self.special, self._rules)
             for side in (self.oracle, self.reference, *self.others)
         )
-        # Relative to the largest logit, as everywhere else.
         errors = [
-            self._errors(one, [side[place] for side in rounded]) for place, one in enumerate(exact)
+            RankErrors.of(one, [side[place] for side in rounded], self.tolerance.floor)
+            for place, one in enumerate(exact)
         ]
         if self.options.sample:
             logits = self._rules(source).logits(exact[0].logits[step : step + 1], left[:step])[0]
             margin = self._draws(logits, (left[step], right[step]), row_id, step)
             # The cumulative distribution F moves by at most F (1 - F) times the spread of the
             # logits' errors over the temperature.
-            moved = 0.5 * np.maximum(*(one[:, step] for one in errors)) / self.options.temperature
+            pair = [self._moved(one, slice(step, step + 1)) for one in errors]
+            moved = 0.5 * np.maximum(*pair) / self.options.temperature
             return Divergence(step, left, right, margin, *moved.tolist())
         margin, moved = 0.0, np.zeros(2)
         # Tokens that both begin with were scored once, and their errors are the same.
@@ -154,8 +160,15 @@ class Explainer:
         for sign, one, error in zip((1, -1), exact, errors, strict=True):
             scale = one.ranks.size**-penalty
             margin += sign * scale * float(one.ranks[shared:].sum())
-            moved += scale * error[:, shared:].sum(axis=1)
+            moved += scale * self._moved(error, slice(shared, None))
         return Divergence(step, left, right, abs(margin), *moved.tolist())
+
+    def _moved(self, errors: RankErrors, part: slice) -> NDArray[np.float64]:
+        """Returns how far errors within the tolerance, and in float32, move a part of an answer."""
+        allowed = errors.allowed(self.tolerance, part)
+        rounding = errors if not self.others else replace(errors, each=errors.floor)
+        float32 = replace(rounding, borders=False).allowed(Tolerance(), part)
+        return np.array([allowed, min(allowed, float32)])
 
     def _candidates(
         self,
@@ -201,26 +214,6 @@ class Explainer:
     def _rules(self, source: Sequence[int]) -> Rules:
         return Rules(self.options, source, self.special, self.decoder.has_encoder)
 
-    def _errors(self, exact: Forced, references: Sequence[Forced]) -> NDArray[np.float64]:
-        """Returns how far errors, within the tolerance and in float32, move each token.
-
-        Args:
-            exact: The oracle's scores of an answer.
-            references: Those of the reference and of the others.
-
-        Returns:
-            `[2, tokens]`, in nats.
-        """
-        own = np.max([abs(one.ranks - exact.ranks) for one in references], axis=0)
-        floor = np.full_like(own, self.tolerance.floor * exact.largest)
-        float32 = np.maximum(own, floor)
-        if self.others:
-            # A value that crosses a border moves all that follows, and these few measures of it are
-            # no bound: the largest stands for each token. float32 has no such borders.
-            own, float32 = np.full_like(own, own.max(initial=0.0)), floor
-        allowed = self.tolerance.factor * np.maximum(own, floor)
-        return np.stack([allowed, np.minimum(allowed, Tolerance.factor * float32)])
-
 
 @dataclass(frozen=True)
 class Forced:
@@ -231,13 +224,58 @@ class Forced:
         ranks: What a search compared in their place `[tokens]` float64: the same, unless its rules
             change logits.
         logits: `[tokens, vocabulary]`.
-        largest: The largest magnitude of a logit.
     """
 
     log_probabilities: NDArray[np.float64]
     ranks: NDArray[np.float64]
     logits: NDArray[np.floating[Any]]
-    largest: float
+
+
+@dataclass(frozen=True)
+class RankErrors:
+    """torch's own errors of an answer, by token, in nats.
+
+    Attributes:
+        each: The largest error of a log-probability of the vocabulary at each token, or of the
+            token's rank: one token may by chance be exact `[tokens]`.
+        floor: Lower bound of the error at each token `[tokens]`.
+        borders: Whether values may have crossed the border of two integers.
+    """
+
+    each: NDArray[np.float64]
+    floor: NDArray[np.float64]
+    borders: bool
+
+    @classmethod
+    def of(cls, exact: Forced, sides: Sequence[Forced], floor: float) -> RankErrors:
+        """Returns the errors of torch in float32, and of torch with other roundings if it rounds.
+
+        Args:
+            exact: The oracle's scores of an answer.
+            sides: Those of torch.
+            floor: Lower bound of an error, in `logit_units`.
+        """
+        units = np.maximum(logit_units(exact.logits), -exact.log_probabilities)
+        errors = [units * logit_errors(side.logits, exact.logits) for side in sides]
+        errors += [np.abs(side.ranks - exact.ranks) for side in sides]
+        return cls(np.max(errors, axis=0), floor * units, len(sides) > 1)
+
+    @property
+    def rounding(self) -> float:
+        """How far rounding in float32 alone moves the sum of all ranks, in nats."""
+        return Tolerance.factor * float(self.floor.sum())
+
+    def allowed(self, tolerance: Tolerance, part: slice = slice(None)) -> float:
+        """Returns how far the sum of the ranks of some tokens may be off, in nats.
+
+        In float32 errors may add up. A value that crosses a border moves all that follows, one
+        token up and another down, so the squares of the tokens' errors add up.
+        """
+        each, floor = self.each[part], self.floor[part]
+        if not self.borders:
+            return tolerance.factor * float(np.maximum(each, floor).sum())
+        crossed = CROSSED_TIMES * float(np.sqrt(np.square(each).sum()))
+        return float(np.maximum(crossed, tolerance.factor * floor.sum()))
 
 
 def forced(
@@ -269,7 +307,7 @@ def forced(
         kept, chosen = row[: len(answer)], (np.arange(len(answer)), list(answer))
         own = (kept[chosen] - log_sum_exp(kept)).astype(np.float64)
         ranks = own if rules is None else rules(source).ranks(kept, answer)
-        scores.append(Forced(own, ranks, kept, float(np.abs(kept).max())))
+        scores.append(Forced(own, ranks, kept))
     return scores
 
 

@@ -37,7 +37,7 @@ from transferry.runtime.proof.compare import Case, Comparison, Tolerance, Truth,
 from transferry.runtime.proof.one_graph import OneGraph
 from transferry.runtime.proof.report import Decisions, Difference, ParityReport
 from transferry.runtime.proof.self_consistency import self_consistency
-from transferry.runtime.proof.tally import Decode, ExpectedAnswers, Explain, Tally
+from transferry.runtime.proof.tally import Decode, ExactScore, ExpectedAnswers, Explain, Tally
 from transferry.runtime.tokenizer.byte_pair import SpecialTokens
 
 
@@ -50,7 +50,8 @@ class RecordedSearch:
         options: Fields of GenerationOptions.
         answers: Token ids of each source's hypotheses, best first.
         scores: The float64 oracle's score of each hypothesis.
-        score_error: torch's own error of a score, in nats.
+        score_error: torch's own error of each score, in nats; in a bundle written before it was
+            measured by answer one for all.
         ends: The end token of each hypothesis, None without one; empty in a bundle written before
             models could have several.
     """
@@ -59,8 +60,17 @@ class RecordedSearch:
     options: Mapping[str, Any]
     answers: Sequence[Sequence[Sequence[int]]]
     scores: Sequence[Sequence[float]]
-    score_error: float
+    score_error: float | Sequence[Sequence[float]]
     ends: Sequence[Sequence[int | None]] = ()
+
+    @property
+    def exact(self) -> list[list[ExactScore]]:
+        """The scores with torch's own errors."""
+        owns = self.score_error
+        if isinstance(owns, int | float):
+            owns = [[float(owns)] * len(row) for row in self.scores]
+        pairs = zip(self.scores, owns, strict=True)
+        return [[ExactScore(*each) for each in zip(*row, strict=True)] for row in pairs]
 
     def hypotheses(self, special: SpecialTokens) -> list[list[Hypothesis]]:
         """Returns the recorded answers with the oracle's scores, best first."""
@@ -143,6 +153,8 @@ class Reference:
                 )
                 oracle = {name: file[f"{number}/oracle/{name}"] for name in entry.errors}
                 cases.append((case, Truth(oracle, entry.errors, entry.least)))
+            if any(len(each.exact) != len(each.answers) for each in index.searches):
+                raise ValueError("expected a score of each answer")
             return cls(cases, index.sources, index.searches)
 
 
@@ -226,8 +238,7 @@ class _Replay:
                     [Hypothesis(tuple(tokens), math.nan, math.nan, "end") for tokens in answers]
                     for answers in item.answers
                 ],
-                item.scores,
-                item.score_error,
+                item.exact,
                 reasons=False,  # not recorded
             )
             options = generation_options(options_of_json(item.options))

@@ -168,7 +168,7 @@ class Growth:
 
     Attributes:
         step: Number of tokens before the position.
-        error: The largest error, over the largest logit of the oracle.
+        error: The largest error, in the unit of `compare.logit_units`.
         reference_error: torch's own.
     """
 

@@ -141,7 +141,10 @@ CHANGES: dict[str, Change] = {
     "scores": on_searches(
         lambda item: replace(item, scores=[[s + 0.01 for s in row] for row in item.scores])
     ),
-    "score error": on_searches(lambda item: replace(item, score_error=1e4 * item.score_error)),
+    "score error": on_searches(
+        lambda item: replace(item, score_error=[[1e4 * one.own for one in r] for r in item.exact])
+    ),
+    "one score error for all": on_searches(lambda item: replace(item, score_error=1.0)),
     "options": on_searches(lambda item: replace(item, options={**item.options, "min_length": 9})),
     "options that are none": on_searches(lambda item: replace(item, options={"beam": 0})),
     "tokens": lambda reference: replace(reference, sources=[[10**6]]),

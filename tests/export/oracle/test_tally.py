@@ -1,0 +1,107 @@
+"""Answers are counted by the worst of them, and their scores by torch's own errors."""
+
+from typing import Any
+
+import pytest
+
+from transferry.runtime.decoding.hypothesis import Hypothesis
+from transferry.runtime.proof.compare import Tolerance
+from transferry.runtime.proof.report import Difference
+from transferry.runtime.proof.tally import ExactScore, ExpectedAnswers, Tally
+
+TIE, TOLERATED, DEFECT = 5, 6, 7  # tokens of answers that differ from token 4
+
+
+def ended(*tokens: int, score: float = -1.0) -> list[Hypothesis]:
+    """Hypotheses of one token each."""
+    return [Hypothesis((token,), score, score, "end") for token in tokens]
+
+
+@pytest.mark.parametrize(
+    ("times", "counted"),
+    [
+        ([4, 4], "identical"),
+        ([4, TIE], "ties"),
+        ([TIE, TOLERATED], "tolerated"),
+        ([TIE, DEFECT], "defects"),
+        ([4, TOLERATED, DEFECT], "defects"),
+        ([DEFECT, TIE, 4], "defects"),
+    ],
+)
+@pytest.mark.parametrize("reverse", [False, True])
+def test_of_several_answers_the_worst_is_counted(
+    times: list[int], counted: str, reverse: bool
+) -> None:
+    """A tie at one time excuses no defect at another."""
+    tally = Tally("greedy", Tolerance())
+
+    def explain(row: int, source: Any, wanted: Any, found: Any) -> tuple[Difference, bool]:
+        token = found[0].tokens[0]
+        margins = {TIE: 1e-9, TOLERATED: 1e-3, DEFECT: 1.0}
+        return Difference(row, "", margins[token], 1e-2, 1e-6), token != DEFECT
+
+    answers = list(map(ended, times))
+    batch = ExpectedAnswers([0], [[9]], [ended(4)], [[ExactScore(-1.0, 1e-6)]])
+    tally.add(batch, [answers[::-1] if reverse else answers], explain)
+    found = tally.decisions()
+    counts = {name: len(getattr(found, name)) for name in ("ties", "tolerated", "defects")}
+    assert {**counts, "identical": found.identical} == {
+        name: int(name == counted) for name in (*counts, "identical")
+    }
+
+
+def test_differing_rows_have_their_texts() -> None:
+    """Of several hypotheses the first that differ; a wrong score has none."""
+    tally = Tally("beam 2", Tolerance())
+    wanted, found = [ended(4, 5), ended(4, 4)], [ended(4, 6, score=9.0), ended(4, 4, score=9.0)]
+    batch = ExpectedAnswers([0, 1], [[9], [8]], wanted, [[ExactScore(-1.0, 1e-6)] * 2] * 2)
+    tally.add(batch, [[row] for row in found], lambda row, *rest: (Difference(row, "other"), False))
+    differs, scored = tally.decisions(lambda ids: f"text of {list(ids)}").defects
+    shown = differs.source, differs.expected, differs.found
+    assert shown == ("text of [9]", "text of [5]", "text of [6]")
+    assert (differs.wrong_score, scored.wrong_score, scored.found) == (False, True, "")
+
+
+def test_a_tie_excuses_no_wrong_score() -> None:
+    tally = Tally("greedy", Tolerance())
+    batch = ExpectedAnswers([0], [[9]], [ended(4)], [[ExactScore(-1.0, 1e-6)]])
+    answers = [ended(5), ended(4, score=9.0)]
+    tally.add(batch, [answers], lambda *row: (Difference(0, "", 0.0, 1.0, 1.0), True))
+    assert len(tally.decisions().defects) == 1
+
+
+def tied(row: int, *rest: Any) -> tuple[Difference, bool]:
+    return Difference(row, "a tie", 0.0, 1.0, 1.0), True
+
+
+@pytest.mark.parametrize(("score", "defects"), [(-2.0, 0), (-2.001, 1)])
+def test_the_score_of_a_tied_answer_is_compared(score: float, defects: int) -> None:
+    """Each time that it was given; the answers are scored at once."""
+    tally = Tally("greedy", Tolerance())
+    exact = [[ExactScore(-1.0, 1e-6)]]
+    batch = ExpectedAnswers([3], [[9]], [ended(4)], exact)
+    asked = []
+
+    def scored(sources: Any, answers: Any) -> list[list[ExactScore]]:
+        asked.append((sources, [[item.tokens for item in row] for row in answers]))
+        return [[ExactScore(-2.0, 1e-6)]]
+
+    answers = [[ended(5, score=-2.0), ended(5, score=score)]]
+    tally.add(batch, answers, tied, scored)
+    found = tally.decisions()
+    assert asked == [([[9]], [[(5,)]])]
+    assert (len(found.ties), len(found.defects)) == (1 - defects, defects)
+    assert all("a tie, but a score is 1.00e-03 nats from" in item.message for item in found.defects)
+
+
+def test_many_scores_beyond_rounding_are_no_values_at_borders() -> None:
+    exact, wanted = ExactScore(-1.0, 1.0, 1e-5), ended(4)
+    batch = ExpectedAnswers(range(40), [[9]] * 40, [wanted] * 40, [[exact]] * 40)
+
+    def defects(shifted: int) -> int:
+        tally = Tally("greedy", Tolerance())
+        answers = [[ended(4, score=-1.0 - 1e-3 * (row < shifted))] for row in range(40)]
+        tally.add(batch, answers, tied)
+        return len(tally.decisions().defects)
+
+    assert [defects(shifted) for shifted in (0, 5, 6, 40)] == [0, 0, 1, 1]
