@@ -91,5 +91,5 @@ def show_report(report: ParityReport, *, as_json: bool, verbose: bool) -> None:
 def require_passed(report: ParityReport, *, as_json: bool) -> None:
     """Raises ParityError for a report that failed; its text has already shown the faults."""
     if not report.passed and not as_json:
-        raise ParityError(f"{report.bundle} does not answer as torch does; do not deploy it")
+        raise ParityError(f"{report.bundle} {report.verdict}")
     report.require()

@@ -374,6 +374,20 @@ class ParityReport:
         """Whether everything that was compared agrees."""
         return not self.faults
 
+    @property
+    def verdict(self) -> str:
+        """The verdict as a clause whose subject is the bundle."""
+        lost = sum(not item.passed for item in self.task_metrics)
+        if not self.faults:
+            return "answers as torch does"
+        if len(self.faults) == lost:
+            variant = self.settings.get("variant", "its precision")
+            return (
+                f"computes {variant} as intended, but rounding costs this model too much: choose "
+                "another variant, export --calibrate with text like yours, or train longer"
+            )
+        return "does not answer as torch does; do not deploy it"
+
     def stages(self) -> list[Stage]:
         """Sums up the comparisons, in the order in which a model runs."""
         return sum_up(self.comparisons, self.tolerance)
@@ -399,8 +413,7 @@ class ParityReport:
             rest = len(faults) - FIRST_FAULTS
             more = [f"and {rest} more"] if rest > 0 else []
             raise ParityError(
-                f"{self.bundle} does not answer as torch does; do not deploy it:\n  "
-                + "\n  ".join([*faults[:FIRST_FAULTS], *more])
+                f"{self.bundle} {self.verdict}:\n  " + "\n  ".join([*faults[:FIRST_FAULTS], *more])
             )
 
 

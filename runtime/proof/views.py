@@ -25,12 +25,9 @@ SHARES = 1_000
 
 def report_text(report: ParityReport) -> str:
     """Returns the report as text: its parts, with an empty line between."""
-    verdict = "answers as torch does"
-    if not report.passed:
-        verdict = "does not answer as torch does; do not deploy it"
     compared = report.settings.get("compared")  # of an audit
     parts = [
-        [f"{'PASSED' if report.passed else 'FAILED'}: {report.bundle} {verdict}"],
+        [f"{'PASSED' if report.passed else 'FAILED'}: {report.bundle} {report.verdict}"],
         [wrapped(f"Compared: {compared}")] if compared else [],
         [] if report.origin is None else [str(report.origin)],
         [table(_stage_header(report), [_row(report, stage) for stage in report.stages()])],

@@ -96,6 +96,18 @@ def test_report_fails(failed: ParityReport, fault: str) -> None:
     assert line in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("also", "verdict"),
+    [({}, "rounding costs this model too much"), ({"fault": "bad"}, "does not answer as torch")],
+)
+def test_a_loss_alone_is_not_called_a_wrong_answer(also: dict[str, str], verdict: str) -> None:
+    lossy = TaskMetric("equivalent choices", 1.0, 0.9, 0.1, 0.02)
+    failed = report(comparison(**also), task_metrics=[lossy])
+    assert verdict in report_text(failed).partition("\n")[0]
+    with pytest.raises(ParityError, match=verdict):
+        failed.require()
+
+
 def test_require_names_the_first_faults_and_counts_the_rest() -> None:
     faults = [comparison(fault=f"fault {number}") for number in range(7)]
     with pytest.raises(ParityError) as error:
