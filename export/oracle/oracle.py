@@ -30,7 +30,10 @@ from transferry.runtime.proof.rules import Rules
 from transferry.runtime.proof.tally import ExactScore, ExpectedAnswers
 from transferry.runtime.tokenizer.byte_pair import SpecialTokens
 
-ROWS = 64  # hypotheses searched together
+ROWS = 64  # hypotheses searched together, or more of a small model
+# A step of a small model costs as much for many rows as for few.
+MOST_ROWS, SMALL_LOGITS = 512, 1 << 21
+SCORED_TOKENS = 8192  # in a batch of answers
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,9 +128,16 @@ class Oracle:
         moved, unit = moved_heads(self.exact.encoder, case.mask, *sides)
         return [*sides, *moved], unit
 
-    def batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
+    @property
+    def rows(self) -> int:
+        """Number of hypotheses searched together."""
+        return max(ROWS, min(MOST_ROWS, SMALL_LOGITS // self.config.vocabulary_size))
+
+    def batches(
+        self, lengths: Sequence[int], rows: int = ROWS, tokens: int = 1 << 62
+    ) -> Iterator[list[int]]:
         """Yields rows of similar length whose logits fit into memory."""
-        for batch in length_batches(lengths, ROWS, 1 << 62):
+        for batch in length_batches(lengths, rows, tokens):
             longest = max(lengths[row] for row in batch)
             most = max(1, MOST_LOGITS // (longest * self.config.vocabulary_size))
             for first in range(0, len(batch), most):
@@ -147,7 +157,7 @@ class Oracle:
             sources: Token ids of each source.
             options: How to search; the oracle scores the answers if these ask for scores.
             prefixes: Beginnings of each source's answer.
-            rows: Most rows of a batch. Default: `ROWS` hypotheses.
+            rows: Most rows of a batch. Default: `Oracle.rows` hypotheses.
         """
         given = (tuple(map(tuple, each)) for each in (sources, prefixes or ()))
         key = (*given, options, rows)
@@ -183,7 +193,7 @@ class Oracle:
     ) -> list[list[int]]:
         """Returns the rows that torch searches together."""
         lengths = [len(source) for source in sources]
-        return length_batches(lengths, rows or max(1, ROWS // options.beam), 4096)
+        return length_batches(lengths, rows or max(1, self.rows // options.beam), 4096)
 
     def explainer(self, decoder: Decoder[Any], options: GenerationOptions) -> Explainer:
         """Returns a judge of differences between the reference's tokens and a decoder's."""
@@ -216,7 +226,8 @@ class Oracle:
         ]
         # A search that failed has no tokens.
         new = [key for key in dict.fromkeys(chain(*keys)) if key[1] and key not in self._scored]
-        for batch in self.batches([len(tokens) for _, tokens, _ in new]):
+        lengths = [len(tokens) for _, tokens, _ in new]
+        for batch in self.batches(lengths, self.rows, SCORED_TOKENS):
             chosen = [new[index] for index in batch]
             given = [source for source, _, _ in chosen], [answer for _, answer, _ in chosen]
             exact, *sides = (
