@@ -18,10 +18,13 @@ import onnxscript.optimizer
 import torch
 from onnx_ir.tensor_adapters import TorchTensor
 from onnxscript.onnx_opset import opset20
-from torch import Tensor, nn
+from torch import SymFloat, SymInt, Tensor, nn
 from torch.export import ExportedProgram
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
 from torch.onnx._internal.exporter import _fx_passes
 from torch.onnx._internal.exporter._registration import ONNXRegistry
+from torch.onnx._internal.fx.passes import type_promotion
 
 from transferry.build_model.model.attention import KeyValues
 from transferry.build_model.model.config import ModelConfig
@@ -45,8 +48,11 @@ SIZES = {
     "rows": 6,
     "columns": 12,
 }
+_SCALARS = {bool: torch.bool, int: torch.int64, float: torch.float32}
+_SCALARS |= {SymInt: torch.int64, SymFloat: torch.float32}
 CELL = ".cell"  # how the names of a recurrent decoder's states end
 _decompose = _fx_passes.decompose_with_registry
+_promote = _fx_passes.insert_type_promotion_nodes
 _from_torchlib = ONNXRegistry.from_torchlib
 
 Specs = tuple[TensorSpec, ...]
@@ -221,6 +227,7 @@ def export_graph(module: nn.Module, spec: GraphSpec, opset: int = OPSET) -> Grap
         _rarely_collected(),
         patch.object(ONNXRegistry, "from_torchlib", staticmethod(_translations)),
         patch.object(_fx_passes, "decompose_with_registry", _decomposed),
+        patch.object(_fx_passes, "insert_type_promotion_nodes", _promoted),
         torch._dynamo.config.patch(fake_tensor_cache_enabled=False),
     ):
         program = torch.onnx.export(
@@ -269,6 +276,32 @@ def _decomposed(program: ExportedProgram, registry: ONNXRegistry) -> ExportedPro
     if all(map(registry.is_registered, targets)):
         return program
     return _decompose(program, registry)
+
+
+def _promoted(module: GraphModule) -> None:
+    """Inserts casts only where an operand has another type than torch computes in.
+
+    For this the exporter computes every node once more, a third of the time of a trace.
+    """
+    table = type_promotion.TypePromotionTable()
+    parts = [each for each in module.modules() if isinstance(each, GraphModule)]
+    if any(_mixed(node, table) for part in parts for node in part.graph.nodes):
+        _promote(module)
+
+
+def _mixed(node: Node, table: type_promotion.TypePromotionTable) -> bool:
+    """Whether the exporter would cast an operand of a node."""
+    if (rule := type_promotion.get_type_promotion_rule(node, table)) is None:
+        return False
+    args, kwargs = map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
+    wanted = rule.preview_type_promotion(args, kwargs)
+    types: dict[Any, torch.dtype] = {**wanted.args_dtypes, **wanted.kwargs_dtypes}
+    for place, operand in (*enumerate(args), *kwargs.items()):
+        operands = operand if isinstance(operand, list | tuple) else [operand]
+        found = {getattr(each, "dtype", _SCALARS.get(type(each))) for each in operands}
+        if types.get(place) is not None and found != {types[place]}:
+            return True
+    return False
 
 
 def _should_fold(node: ir.Node) -> bool | None:
