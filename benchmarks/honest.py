@@ -7,8 +7,8 @@ random weights, with tiny and with huge logits, with a bias of -1e4 on one token
 rounded to bfloat16, with SSRU and with grouped queries in its decoder; and random T5, BART, Llama
 and BERT, which transformers saves and `import` reads. They are exported by a process in which torch
 computes without vector instructions (ATEN_CPU_CAPABILITY=default), and verified in one with them;
-portable, cpu-fp32 and cpu-int8, calibrated on the lines after the first of TEXT. All must pass; of
-an int8 variant that `export` refuses, its message is told. The last line is JSON.
+portable, cpu-fp32 and cpu-int8, calibrated on the lines after the first of TEXT. All must pass; for
+an int8 variant that `export` refuses, JSON on the last line has the message.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from transferry.export.checks.claims import (
 )
 from transferry.export.checks.files import WRITTEN, written
 from transferry.export.checks.graphs import GRAPHS, Fresh, fresh_graphs, graphs_claim
-from transferry.export.checks.numbers import numbers, positions
+from transferry.export.checks.numbers import batch_sizes, numbers, positions
 from transferry.export.checks.scores import scores
 from transferry.export.checks.searches import Text, served_searches, whole_searches
 from transferry.export.checks.task_metrics import task_metrics
@@ -196,6 +196,7 @@ class Verification:
         if fresh is not None:
             found.append(claim(GRAPHS, lambda: [graphs_claim(fresh, bundle, variant)]))
         found += numbers(subject, oracle, self.cases)
+        found.append(batch_sizes(subject, oracle, self.batches.rows))
         if subject.decodes:
             found += self._searches()
         elif text.sources:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,8 @@ from transferry.runtime.proof.report import Claim
 from transferry.runtime.proof.self_consistency import self_consistency
 
 BLOCK = 64  # positions that torch computes at once
+# Of batches: every size up to this one, and so many larger ones.
+EVERY_SIZE, LARGER_SIZES = 64, 16
 REPEATS = 3
 REPEATED = "repeated runs"
 
@@ -51,6 +54,45 @@ def _compared(
 def compare_cases(oracle: Oracle, model: Observable, cases: Iterable[Case]) -> list[Comparison]:
     """Compares every tensor of every case of an opened model."""
     return prove(numbers(OpenedModel(model), oracle, cases)).comparisons
+
+
+def batch_sizes(subject: Subject[Any], oracle: Oracle, most: int, *, seed: int = 0) -> Check:
+    """Returns the check of one short case in batches of 1, 2, 3 ... rows.
+
+    A search goes through every size as sentences end. Each tensor has one comparison, of its worst
+    size.
+
+    Args:
+        subject: The model.
+        oracle: torch's side.
+        most: Rows of the largest batch.
+        seed: Seed of the tokens.
+    """
+
+    def run(so_far: Findings) -> Iterator[Findings]:
+        yield _batch_sizes(subject.model, oracle, most, seed)
+
+    return Check("batch sizes", run, stage="later step" if oracle.config.decoder_layers else "text")
+
+
+def _batch_sizes(model: Observable, oracle: Oracle, most: int, seed: int) -> Findings:
+    case = replace(random_case(oracle.config, most, 2, 1, seed=seed), rows=None)
+    expected, worst = oracle.truth(case), dict[str, tuple[float, Comparison, Case]]()
+    larger = np.linspace(min(most, EVERY_SIZE), most, LARGER_SIZES).astype(int)
+    for rows in sorted({*range(1, min(most, EVERY_SIZE) + 1), *larger.tolist()}):
+        first = replace(
+            case,
+            name=f"batch of {rows}",
+            **{part: getattr(case, part)[:rows] for part in ("source", "mask", "target")},
+        )
+        tensors = {name: tensor[:rows] for name, tensor in expected.oracle.items()}
+        found = observe(model, first)
+        for item in compare(first, replace(expected, oracle=tensors), found, oracle.tolerance):
+            share = np.inf if item.fault else item.error / item.budget
+            if item.tensor not in worst or share > worst[item.tensor][0]:
+                worst[item.tensor] = share, item, first
+    failing = [first for _, item, first in worst.values() if item.fault]
+    return Findings(comparisons=[item for _, item, _ in worst.values()], failing=failing[:1])
 
 
 def repeats(subject: Subject[Any], case: Case) -> Check:

@@ -208,9 +208,9 @@ class TestVerifyAgainst:
         assert record["passed"] is True
         selected = 15  # a later step of several rows
         assert {stage["name"]: stage["tensors"] for stage in record["stages"]} == {
-            "encoder": 101 * 4,
+            "encoder": 102 * 4,  # the last in batches of every size, as of the later steps
             "first step": 78 * 5,
-            "later step": 23 * 5 + selected + 1,  # the last walks
+            "later step": 24 * 5 + selected + 1,  # the last walks
             "text": 9 + 1,  # the last is of scores
         }
         settings = {"provider": "cpu", "against": "the run", "torch": torch.__version__}
@@ -230,7 +230,7 @@ class TestVerifyAgainst:
     ) -> None:
         report = verified(checkpoint, bundle, [])
         assert report.passed
-        assert len(report.comparisons) == 101 * 9 + 15 + 1  # the last walks
+        assert len(report.comparisons) == 102 * 9 + 15 + 1  # the last walks
         assert not report.decisions
 
     def test_files_can_be_left_to_the_answers(self, checkpoint: Checkpoint, bundle: Bundle) -> None:

@@ -1,4 +1,4 @@
-"""Every position is compared one token a step, and a wrong one becomes the failing case."""
+"""Every position is compared one token a step and every size of a batch; a wrong one is named."""
 
 from typing import Any
 
@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 
 from transferry.export.checks.check import Findings, prove
-from transferry.export.checks.numbers import BLOCK, positions
+from transferry.export.checks.numbers import BLOCK, batch_sizes, positions
 from transferry.export.oracle.oracle import Oracle
 from transferry.export.subject.subject import OpenedModel
+from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.decoding.decoder import StepOutput
 from transferry.runtime.ort.portable_decoder import PortableDecoder
+from transferry.runtime.ort.session import SessionOptions
 
 
 def walked(oracle: Oracle, decoder: PortableDecoder) -> Findings:
@@ -44,3 +46,24 @@ def test_one_wrong_position_is_named(
     assert [bool(item.fault) for item in found].count(True) == 1
     (case,) = walk.failing
     assert (case.name, case.past, case.target.shape[1]) == (f"position {wrong}", wrong, wrong + 1)
+
+
+class WrongInBatch(PortableDecoder):
+    """Gives scores that are 1 % too large in batches of one size."""
+
+    size = 0
+
+    def step(self, tokens: Any, state: Any, **wanted: Any) -> Any:
+        output, later = super().step(tokens, state, **wanted)
+        factor = np.float32(1.01 if len(tokens) == self.size else 1.0)
+        return StepOutput(output.all_logits * factor), later
+
+
+@pytest.mark.parametrize("size", [0, 2, 37, 70])
+def test_one_wrong_size_of_a_batch_is_named(oracle: Oracle, bundle: Bundle, size: int) -> None:
+    wrong = WrongInBatch(bundle, bundle.variant(), SessionOptions())
+    wrong.size = size
+    found = prove([batch_sizes(OpenedModel(wrong), oracle, 70)])
+    assert len(found.comparisons) == 9
+    assert [item.case for item in found.comparisons if item.fault] == [f"batch of {size}"][:size]
+    assert [len(case.source) for case in found.failing] == [size][:size]
