@@ -26,7 +26,7 @@ from transferry.export.checks.scores import scores
 from transferry.export.checks.searches import Text, served_searches, whole_searches
 from transferry.export.checks.task_metrics import task_metrics
 from transferry.export.checks.texts import feeding, given_answers, readings
-from transferry.export.checks.weights import weights_claim
+from transferry.export.checks.weights import ANOTHER, weights_claim
 from transferry.export.faults.self_test import self_test
 from transferry.export.oracle.cases import random_sources, source_of
 from transferry.export.oracle.effort import ALL, Effort
@@ -268,7 +268,8 @@ class Verification:
         subject = self.subject
         wrong = any(item.fault for item in found.comparisons)
         wrong = wrong or not all(item.passed for item in found.decisions)
-        if not wrong or subject.variant.name != PORTABLE:
+        another = any(ANOTHER in claim.verdict for claim in found.claims)
+        if not wrong or another or subject.variant.name != PORTABLE:
             return None
         # Where only a search shows the fault, one of the cases may still do.
         shown = found.failing or self.cases

@@ -29,6 +29,7 @@ from transferry.runtime.proof.one_graph import beams_of
 from transferry.runtime.proof.report import Claim
 
 GRAPHS = "graphs"
+UNLIKE = "holds a graph unlike the one that export writes"
 MOST_SHOWN = 60  # characters of an attribute in a message
 # Graphs that export makes now, by name; None if versions differ.
 Fresh = Mapping[str, Graph] | None
@@ -85,7 +86,8 @@ def graphs_claim(fresh: Mapping[str, Graph], bundle: Bundle, variant: Variant) -
         return Claim(GRAPHS, f"expected {', '.join(fresh)}, found {', '.join(variant.graphs)}")
     for name, graph in fresh.items():
         if problem := _problem(graph, bundle, variant.graphs[name]):
-            return Claim(GRAPHS, f"{name}: {problem}")
+            found = f"{name}: {problem}"
+            return Claim(GRAPHS, found, f"{UNLIKE}: {found}; do not deploy it")
     return Claim(GRAPHS, "")
 
 

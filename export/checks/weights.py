@@ -33,6 +33,10 @@ from transferry.runtime.precision import FLOAT32, Precision
 from transferry.runtime.proof.report import Claim
 
 WEIGHTS = "weights"  # name of the claim
+ANOTHER = "was not exported from this checkpoint"
+UNLIKE = "holds a weight unlike the checkpoint's"
+# Kinds of values that an int8 variant stores of its calibration, not of a trained weight.
+CALIBRATED = ("input_scale", "input_zero", "divided_scale")
 BLOCK = 1 << 20  # entries compared at once, in float64
 
 
@@ -95,6 +99,12 @@ class CheckpointWeights:
             return (part / self._root if kind == "divided_scales" else part), 0.0
         return self._input(base, kind)
 
+    def trained(self, name: str) -> bool:
+        """Whether an initializer holds a trained weight, or integers or scales of one."""
+        base, _, kind = name.removesuffix(".column").rpartition(".")
+        whole = name.removeprefix("model.") in self._weights
+        return whole or (base in self._weights and kind not in CALIBRATED)
+
     def _input(self, base: str, kind: str) -> tuple[Tensor, float] | None:
         """Returns the other values that an integer variant stores of a linear layer."""
         bias = self._weights.get(f"{base.removesuffix('weight')}bias")
@@ -115,6 +125,8 @@ def weights_claim(
 ) -> Claim:
     """Compares every stored weight of a variant with the checkpoint's.
 
+    If half of them differ, the checkpoint is another one; else those weights are wrong.
+
     Args:
         model: The trained model.
         bundle: The bundle; `require_exported_from` holds.
@@ -123,29 +135,42 @@ def weights_claim(
     """
     recipe = RECIPES.get(variant.name)
     weights = CheckpointWeights(model, recipe.precision if recipe else FLOAT32, calibration)
-    problems = filter(None, _problems(weights, bundle, variant))
-    return Claim(WEIGHTS, next(problems, ""))
+    found: dict[str, str] = {}
+    for key, problem in _problems(weights, bundle, variant):
+        found[key] = found.get(key) or problem
+    if not (wrong := [key for key in found if found[key]]):
+        return Claim(WEIGHTS)
+    trained, differing = (sum(map(weights.trained, keys)) for keys in (found, wrong))
+    counted = f"{differing:,} of {trained:,} stored weights differ, first {found[wrong[0]]}"
+    if 2 * differing >= trained:
+        remedy = "give the checkpoint that was exported, or export this one"
+        return Claim(WEIGHTS, counted, f"{ANOTHER}: {counted}; {remedy}")
+    problem = counted if len(wrong) > 1 else found[wrong[0]]
+    return Claim(WEIGHTS, problem, f"{UNLIKE}: {problem}; do not deploy it")
 
 
-def _problems(weights: CheckpointWeights, bundle: Bundle, variant: Variant) -> Iterator[str]:
+def _problems(
+    weights: CheckpointWeights, bundle: Bundle, variant: Variant
+) -> Iterator[tuple[str, str]]:
+    """Yields the key of each stored weight, and how it differs."""
     for name, spec in variant.graphs.items():
         graph = ir.load(bundle.graph(spec)).graph
         for key, value in graph.initializers.items():
             if (tensor := value.const_value) is None:
                 continue
             if (wanted := weights.find(key)) is not None:
-                yield _difference(f"{name}: {key}", *wanted, tensor.numpy())
+                yield key, _difference(f"{name}: {key}", *wanted, tensor.numpy())
             elif tensor.nbytes >= SMALLEST:
-                yield f"{name}: {key} is no weight of the checkpoint"
+                yield key, f"{name}: {key} is no weight of the checkpoint"
             weights.release()
     head = variant.graphs.get("lm_head", next(iter(variant.graphs.values())))
     for part, stored in variant.screen.items():
         found = stored.read(bundle.files)
         wanted = weights.find(_screened(ir.load(bundle.graph(head)).graph, part))
         if wanted is None:
-            yield f"{part} of the screen is no weight of the checkpoint"
+            yield part, f"{part} of the screen is no weight of the checkpoint"
         else:
-            yield _difference(f"{part} of the screen", *wanted, found)
+            yield part, _difference(f"{part} of the screen", *wanted, found)
 
 
 def _screened(head: ir.Graph, part: str) -> str:

@@ -262,10 +262,13 @@ class Claim:
     Attributes:
         name: Such as "generation defaults" or "variant cpu-fp32".
         problem: How the two differ; empty if they do not.
+        verdict: The verdict if this explains all other faults, as a clause whose subject is the
+            bundle.
     """
 
     name: str
     problem: str = ""
+    verdict: str = ""
 
 
 @dataclass(frozen=True)
@@ -351,7 +354,8 @@ class ParityReport:
     @property
     def faults(self) -> list[str]:
         """A line for each failure; a report without comparisons fails too."""
-        lines = [f"{item.name}: {item.problem}" for item in self.claims if item.problem]
+        causes = sorted(self.claims, key=lambda item: not item.verdict)
+        lines = [f"{item.name}: {item.problem}" for item in causes if item.problem]
         lines += [
             f"{item.case}: {item.tensor}: {item.fault}" for item in self.comparisons if item.fault
         ]
@@ -380,6 +384,8 @@ class ParityReport:
         lost = sum(not item.passed for item in self.task_metrics)
         if not self.faults:
             return "answers as torch does"
+        if cause := next((item.verdict for item in self.claims if item.verdict), ""):
+            return f"{cause}; all else passed" if len(self.faults) == 1 else cause
         if len(self.faults) == lost:
             variant = self.settings.get("variant", "its precision")
             return (
@@ -398,7 +404,8 @@ class ParityReport:
         for name in ("decisions", "task_metrics", "self_test"):
             for item, value in zip(record[name], getattr(self, name), strict=True):
                 item["passed"] = value.passed
-        head = {"schema": SCHEMA, "passed": self.passed, "faults": self.faults}
+        head = {"schema": SCHEMA, "passed": self.passed, "verdict": self.verdict}
+        head |= {"faults": self.faults}
         stages = [asdict(stage) for stage in self.stages()]
         whole: dict[str, Any] = json_values({**head, "stages": stages, **record})
         return whole

@@ -262,19 +262,28 @@ def test_a_failure_has_its_report_too(
     assert len(list((bundle / "certificates").iterdir())) == (0 if wrong else 1)
 
 
-def test_a_fault_is_traced_to_its_module(bundle: Path, run_folder: Path, tmp_path: Path) -> None:
-    """The run is changed instead of the bundle: one weight by a hundredth."""
+def changed_run(run: Path, folder: Path, factor: float, *names: str) -> Path:
+    """Copies a run and multiplies the largest entry of some weights, by default of all."""
     from transferry.build_model.checkpoint import WEIGHTS, load_tensors, save_tensors
 
-    other = tmp_path / "run"
-    shutil.copytree(run_folder, other)
-    weights, _ = load_tensors(other / WEIGHTS)
-    weight = weights["decoder.1.feed_forward.inner.weight"]
-    weight.view(-1)[weight.abs().argmax()] *= 1.01
-    save_tensors(other / WEIGHTS, weights)
+    shutil.copytree(run, folder)
+    weights, _ = load_tensors(folder / WEIGHTS)
+    for name in names or weights:
+        flat = weights[name].view(-1)
+        flat[flat.abs().argmax()] *= factor
+        flat[0] += 0 if names else 0.01
+    save_tensors(folder / WEIGHTS, weights)
+    return folder
+
+
+def test_a_fault_is_traced_to_its_module(bundle: Path, run_folder: Path, tmp_path: Path) -> None:
+    """The run is changed instead of the bundle: one weight by a hundredth."""
+    other = changed_run(run_folder, tmp_path / "run", 1.01, "decoder.1.feed_forward.inner.weight")
     result = call("verify", bundle, "--checkpoint", other, "--report", tmp_path / "report.html")
     assert result.exit_code == 4
-    assert "does not answer as torch does" in result.stderr
+    headline = "holds a weight unlike the checkpoint's: decoder: model.decoder.1.feed_forward.inner"
+    assert headline in result.stderr
+    assert headline in result.stdout.splitlines()[0]
     assert "exceeds the budget" in " ".join(result.stdout.split())
     assert result.stdout.startswith("FAILED: ")
     place = "the fault begins in decoder.1.feed_forward.inner (build_model/model/layers.py:"
@@ -282,6 +291,29 @@ def test_a_fault_is_traced_to_its_module(bundle: Path, run_folder: Path, tmp_pat
     page = (tmp_path / "report.html").read_text("utf-8")
     assert "decoder.1.feed_forward.inner" in page
     assert "<code>inner = self.inner(x)</code>" in page
+
+
+def test_another_checkpoint_is_the_headline(bundle: Path, run_folder: Path, tmp_path: Path) -> None:
+    """And no module is blamed; one unit in the last place of one weight is a fault by itself."""
+    other = changed_run(run_folder, tmp_path / "run", 1.5)
+    page = tmp_path / "report.html"
+    result = call("verify", bundle, "--checkpoint", other, "--report", page, "--json")
+    assert result.exit_code == 4
+    record, text = json.loads(result.stdout), page.read_text("utf-8")
+    assert record["origin"] is None
+    found = re.match(r"weights: (\d+) of (\d+) stored weights differ, first ", record["faults"][0])
+    assert found
+    assert found[1] == found[2]
+    headline = f"was not exported from this checkpoint: {found[1]} of {found[2]} stored weights"
+    assert all(headline in each for each in (record["verdict"], result.stderr, text))
+
+    name = "decoder.0.feed_forward.inner.weight"
+    close = changed_run(run_folder, tmp_path / "close", 1 + 2**-23, name)
+    result = call("verify", bundle, "--checkpoint", close, "--json")
+    record = json.loads(result.stdout)
+    assert record["verdict"].startswith("holds a weight unlike the checkpoint's: ")
+    assert record["verdict"].endswith("; all else passed")
+    assert len(record["faults"]) == 1
 
 
 @pytest.mark.parametrize(

@@ -256,7 +256,7 @@ SPOILERS: dict[str, Spoiler] = {
     "missing checkpoint": removed("run/model.safetensors"),
     "truncated checkpoint": truncated("run/model.safetensors"),
     "NaN in a checkpoint": lambda place: change_weight(place, lambda weight: math.nan),
-    "checkpoint that is not the bundle's": lambda place: change_weight(
+    "checkpoint with another weight": lambda place: change_weight(
         place, lambda weight: weight + 1.0
     ),
     "interrupted job with another option": lambda place: interrupt(place),
