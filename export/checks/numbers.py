@@ -59,8 +59,8 @@ def compare_cases(oracle: Oracle, model: Observable, cases: Iterable[Case]) -> l
 def batch_sizes(subject: Subject[Any], oracle: Oracle, most: int, *, seed: int = 0) -> Check:
     """Returns the check of one short case in batches of 1, 2, 3 ... rows.
 
-    A search goes through every size as sentences end. Each tensor has one comparison, of its worst
-    size.
+    A search goes through every size as sentences end. The rows of a decoder are reversed before the
+    compared step. Each tensor has one comparison, of its worst size.
 
     Args:
         subject: The model.
@@ -80,12 +80,17 @@ def _batch_sizes(model: Observable, oracle: Oracle, most: int, seed: int) -> Fin
     expected, worst = oracle.truth(case), dict[str, tuple[float, Comparison, Case]]()
     larger = np.linspace(min(most, EVERY_SIZE), most, LARGER_SIZES).astype(int)
     for rows in sorted({*range(1, min(most, EVERY_SIZE) + 1), *larger.tolist()}):
+        order = np.arange(rows)[::-1]
         first = replace(
             case,
             name=f"batch of {rows}",
+            rows=order if rows > 1 and oracle.config.decoder_layers else None,
             **{part: getattr(case, part)[:rows] for part in ("source", "mask", "target")},
         )
-        tensors = {name: tensor[:rows] for name, tensor in expected.oracle.items()}
+        tensors = {
+            name: tensor[:rows] if name.startswith("cross") else tensor[first.kept]
+            for name, tensor in expected.oracle.items()
+        }
         found = observe(model, first)
         for item in compare(first, replace(expected, oracle=tensors), found, oracle.tolerance):
             share = np.inf if item.fault else item.error / item.budget
