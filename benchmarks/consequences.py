@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import math
+import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from transferry.export.subject.bundle_copy import BundleCopy
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.specs import Variant
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.errors import TransferryError
 from transferry.runtime.ort.open_model import open_model
-from transferry.runtime.ort.session import SessionOptions
+from transferry.runtime.ort.session import Optimisation, SessionOptions
+from transferry.runtime.precision import Precision
 
 SCORE = 1e-3  # nats that a score, and share of its largest entry that a vector may move
 ROWS = 250  # answered before they are compared
@@ -24,37 +31,59 @@ class Answers:
     """Answers of a bundle to texts, and whether other bundles give the same.
 
     Where a variant rounds values to integers, any change of a float moves some across the border
-    of two integers. There, an honest bundle at other optimisation levels of onnxruntime, which add
-    in another order, tells how many rows that changes; a bundle is different if it changes twice as
-    many, and three more.
+    of two integers. There, honest copies tell how many rows that changes, and by how much: weights
+    in float32 off by one unit in the last place, and another optimisation level of onnxruntime. A
+    bundle is different if it changes twice as many rows as the worst of these and three more, or a
+    number by twice as much.
+
+    Attributes:
+        most: Rows that may change.
+        largest: The largest change of a number in them, in nats or of a vector's largest entry.
     """
 
     def __init__(self, bundle: Bundle, variant: Variant, texts: Sequence[str]) -> None:
         """Answers all texts with the honest bundle."""
         self.variant, self.texts = variant, texts
         self.wanted = [*self._records(bundle, SessionOptions())]
-        self.most = 0
-        if variant.precision in ("int8", "int4"):
-            others = [SessionOptions(optimisation=level) for level in ("basic", "disable")]
-            changed = [self._changed(self._records(bundle, other), 1 << 60) for other in others]
-            self.rounding = [len(each) for each in changed]
-            self.most = 2 * max(self.rounding) + 3
+        self.most, self.largest = 1 << 60, math.inf
+        changed: list[dict[str, float]] = [{}]
+        if Precision.of(variant.precision).integers:
+            changed.append(self._changed(bundle, "basic"))
+            for seed in (0, 1):
+                with tempfile.TemporaryDirectory(prefix="transferry-") as place:
+                    copied = _one_ulp(bundle, variant, Path(place, "copy"), seed)
+                    changed.append(self._changed(copied))
+            words = ", ".join(
+                f"{len(each)} by {max(each.values(), default=0.0):.2g}" for each in changed
+            )
+            print(f"{variant.name}: rounding changes rows: {words}", file=sys.stderr)
+            self.most = 2 * max(map(len, changed)) + 3
+            self.largest = 2 * max(size for each in changed for size in (0.0, *each.values()))
+            limits = f"{self.most} of {len(self.wanted)} rows, by {self.largest:.2g}"
+            print(f"{variant.name}: rounding may change {limits}", file=sys.stderr)
+        else:
+            self.most, self.largest = 0, 0.0
 
     def difference(self, faulty: Bundle) -> str:
-        """Returns the first row that a bundle answers otherwise, and how many do; or nothing."""
+        """Returns how many rows differ by more than rounding, and the worst; or nothing."""
         try:
-            found = self._changed(self._records(faulty, SessionOptions()), self.most)
+            found = self._changed(faulty)
         except TransferryError as error:
             return f"no answer: {error}"
-        return f"{len(found)} rows, first {found[0]}" if len(found) > self.most else ""
+        worst = max(found, key=lambda row: found[row], default="")
+        if len(found) > self.most or (found and found[worst] > self.largest):
+            return f"{len(found)} rows, {worst} by {found[worst]:.2g}"
+        return ""
 
-    def _changed(self, found: Iterator[tuple[str, Any]], most: int) -> list[str]:
-        """Returns the rows that differ, until there are more than `most`."""
-        changed = []
-        for (name, wanted), (_, other) in zip(self.wanted, found, strict=True):
-            if difference := _difference(wanted, other):
-                changed.append(f"{name}: {difference}")
-                if len(changed) > most:
+    def _changed(self, bundle: Bundle, optimisation: Optimisation = "all") -> dict[str, float]:
+        """Returns the change of each row that differs, until there are too many."""
+        changed: dict[str, float] = {}
+        options = SessionOptions(optimisation=optimisation)
+        both = zip(self.wanted, self._records(bundle, options), strict=True)
+        for (name, wanted), (_, other) in both:
+            if (size := _difference(wanted, other)) is not None:
+                changed[name] = size
+                if len(changed) > self.most or size > self.largest:
                     break
         return changed
 
@@ -86,6 +115,23 @@ class Answers:
                 yield name, (_record(each) for each in methods[name](texts))
 
 
+def _one_ulp(bundle: Bundle, variant: Variant, folder: Path, seed: int) -> Bundle:
+    """Copies a bundle, each weight in float32 off by one unit in the last place at random."""
+    generator = np.random.default_rng(seed)
+
+    def change(array: NDArray[Any]) -> NDArray[Any]:
+        towards = np.where(generator.integers(2, size=array.shape), np.inf, -np.inf)
+        moved: NDArray[Any] = np.nextafter(array, towards.astype(np.float32))
+        return moved
+
+    copy = BundleCopy(bundle, variant, folder)
+    for name in copy.names():
+        if copy.array(name).dtype == np.float32:
+            copy.edit(name, change)
+    copy.seal()
+    return Bundle.load(folder)
+
+
 def _hypotheses(result: Any) -> Any:
     return [(one.tokens, one.finish_reason, one.text, one.score) for one in result.hypotheses]
 
@@ -104,28 +150,40 @@ def _masked(text: str) -> str:
 
 def _pairs(engine: Engine, texts: Sequence[str]) -> Any:
     if engine.bundle.manifest.architecture == "decoder-only":
-        return texts
+        return ((text, None) for text in texts)
     return zip(texts, reversed(texts), strict=True)
 
 
-def _difference(wanted: Any, found: Any) -> str:
-    """Returns how two values of results differ; floats may differ by `SCORE`."""
+def _difference(wanted: Any, found: Any) -> float | None:
+    """Returns the largest change of a number in two results; None if they are the same.
+
+    Numbers may differ by `SCORE`; a change without any, as of a text, is 0.
+    """
+    numbers: list[float] = []
+    same = _same(wanted, found, numbers)
+    worst = max(numbers, default=0.0)
+    return None if same and worst <= SCORE else worst
+
+
+def _same(wanted: Any, found: Any, numbers: list[float]) -> bool:
+    """Whether all but numbers are equal; adds the differences of these."""
     if isinstance(wanted, np.ndarray):
         if wanted.shape != found.shape:
-            return "another shape"
+            return False
         largest = float(np.abs(wanted).max(initial=0.0)) or 1.0
-        error = float(np.abs(wanted - found).max(initial=0.0)) / largest
-        return "" if error <= SCORE else f"a vector {error:.1e} of its largest entry off"
+        numbers.append(float(np.abs(wanted - found).max(initial=0.0)) / largest)
+        return bool(np.isfinite(found).all())
     if isinstance(wanted, float) and isinstance(found, float):
-        error = abs(wanted - found)
-        same = error <= SCORE or wanted == found
-        return "" if same else f"a number {error:.1e} off"
+        if wanted != found:
+            numbers.append(abs(wanted - found))
+        return math.isfinite(found) or str(wanted) == str(found)
     if isinstance(wanted, dict):
         wanted, found = list(wanted.items()), list(found.items())
     if isinstance(wanted, (list, tuple)) and not all(isinstance(each, int) for each in wanted):
-        if len(wanted) != len(found):
-            return "another length"
-        return next(filter(None, map(_difference, wanted, found)), "")
-    if hasattr(wanted, "__dict__") and not isinstance(wanted, type):
-        return _difference(vars(wanted), vars(found))
-    return "" if wanted == found else f"{str(wanted)[:60]} became {str(found)[:60]}"
+        # All of them, so that the numbers beside another token count.
+        pairs = zip(wanted, found, strict=False)
+        same = [_same(*pair, numbers) for pair in pairs]
+        return all(same) and len(wanted) == len(found)
+    if hasattr(wanted, "__dict__") and type(wanted) is type(found):
+        return _same(vars(wanted), vars(found), numbers)
+    return bool(wanted == found)

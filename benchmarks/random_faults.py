@@ -118,16 +118,20 @@ def _like(value: ir.Value, number: float) -> ir.Value:
 
 
 def _times(factor: float, value: ir.Value) -> ir.Value:
-    """Returns a value times a factor; integers become one larger."""
+    """Returns a value times a factor, in its type and range."""
     if value.dtype in WHOLE:
-        return add(value, "Add", value, _like(value, 1.0))
+        whole = np.iinfo(value.dtype.numpy())
+        scaled = add(value, "Cast", value, to=ir.DataType.FLOAT)
+        scaled = add(value, "Round", add(value, "Mul", scaled, constant(value, np.float32(factor))))
+        ends = (constant(value, np.float32(each)) for each in (whole.min, whole.max))
+        return add(value, "Cast", add(value, "Clip", scaled, *ends), to=value.dtype)
     return add(value, "Mul", value, _like(value, factor))
 
 
 def _waved(size: float, rate: float, value: ir.Value) -> ir.Value:
     """Adds noise that depends on the value alone: a sine."""
     if value.dtype in WHOLE:
-        return _times(0.0, value)
+        return add(value, "Add", value, _like(value, 1.0))
     wave = add(value, "Sin", add(value, "Mul", value, _like(value, rate)))
     return add(value, "Add", value, add(value, "Mul", wave, _like(value, size)))
 
