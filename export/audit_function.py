@@ -28,8 +28,9 @@ from transferry.export.subject.function import (
     same,
 )
 from transferry.runtime.errors import InputError
-from transferry.runtime.proof.compare import Comparison, Tolerance, limited, relative_error
+from transferry.runtime.proof.compare import Comparison, Tolerance, limited
 from transferry.runtime.proof.report import Claim, ParityReport
+from transferry.runtime.proof.units import Units
 
 
 def audit_function(
@@ -152,6 +153,6 @@ def _repeats(subject: FunctionGraph) -> Claim:
 
 
 def _error(found: NDArray[Any], wanted: NDArray[Any]) -> float:
-    """Returns the relative error; of outputs that are no floats too."""
-    numbers = found.astype(np.float64), wanted.astype(np.float64)
-    return relative_error(*numbers, np.ones(wanted.shape, np.bool_))
+    """Returns the largest error in units; of outputs that are no floats too."""
+    exact, other = (np.atleast_1d(each).astype(np.float64) for each in (wanted, found))
+    return Units.of(exact).largest_error(other)

@@ -41,13 +41,13 @@ class Precision:
         task: Limits on the changes of answers.
         epsilon: Distance from 1 to the next number. A variant with rounded weights is compared with
             torch that rounds to the same integers; between these roundings both compute in float32.
-        most: Largest error budget that proves anything, over the oracle's largest entry; larger
+        most: Largest error budget that proves anything, in units of an entry; larger
             where one rounding is a large part of the budget.
         slowness: Order of speed on one provider: lower is faster.
         integers: Whether products are of integers.
         weights_only: Whether weights are stored in integers and products computed in float32.
         calibrated: Whether scales of activations are measured on text.
-        foreign: Largest error of another tool's graph, over the oracle's largest entry. Only its
+        foreign: Largest error of another tool's graph, in units of an entry. Only its
             writer knows the integers it rounds to, so torch cannot round likewise. None: as for a
             bundle. docs/audit.md has the measurement.
     """
@@ -87,8 +87,8 @@ FLOAT32 = Precision("float32", TaskBudget(math.inf, math.inf, math.inf, math.inf
 WEIGHT_ONLY = Precision(
     "int8-weights", TaskBudget(0.02, 0.3, 0.02, 2.0), slowness=3, weights_only=True
 )
-FLOAT16 = Precision("float16", TaskBudget(0.001, 0.1, 0.001, 0.1), epsilon=2.0**-10, most=2.0**-3)
-BFLOAT16 = Precision("bfloat16", TaskBudget(0.01, 0.3, 0.01, 1.0), epsilon=2.0**-7, most=0.5)
+FLOAT16 = Precision("float16", TaskBudget(0.001, 0.1, 0.001, 0.1), epsilon=2.0**-10, most=0.5)
+BFLOAT16 = Precision("bfloat16", TaskBudget(0.01, 0.3, 0.01, 1.0), epsilon=2.0**-7, most=2.0)
 INT8 = Precision(
     "int8",
     TaskBudget(0.02, 0.3, 0.02, 2.0),

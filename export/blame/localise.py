@@ -19,22 +19,14 @@ from numpy.typing import NDArray
 
 from transferry.build_model.model.transformer import Transformer
 from transferry.export.blame.served_graph import MOST_SHOWN, ServedGraph, align
-from transferry.export.blame.traced_program import TracedProgram, trace
+from transferry.export.blame.traced_program import TracedProgram, trace, value_error
 from transferry.export.torch_model import TorchDecoder, TorchEncoder, TorchState, moved_heads
 from transferry.export.trace.graph import Graph, flatten
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.specs import GraphSpec, Variant
 from transferry.runtime.decoding.decoder import Tensors
 from transferry.runtime.ort.session import SessionOptions
-from transferry.runtime.proof.compare import (
-    Case,
-    Tolerance,
-    Truth,
-    compare,
-    meaningful,
-    truth,
-    value_error,
-)
+from transferry.runtime.proof.compare import Case, Tolerance, Truth, compare, meaningful, truth
 from transferry.runtime.proof.report import Origin
 
 Arrays = dict[str, NDArray[Any]]
@@ -121,7 +113,7 @@ def _calls(
                 tensors = _flat(_rounded(caches, spec, oracle))
                 chosen = dict(zip(outputs, (tensor[case.rows] for tensor in tensors), strict=True))
                 feeds = _feeds(spec, case.rows, *tensors)
-                yield _Call(case, feeds, Truth(chosen, dict.fromkeys(chosen, 0.0)))
+                yield _Call(case, feeds, Truth(chosen, {}))
         return
     if case.rows is not None:
         state = oracle.select(state, case.rows)
@@ -216,14 +208,20 @@ class _Search:
         """Returns an origin if torch's program itself differs from the model."""
         outputs = sorted(faults, key=self.served.position)
         for name, (exact, _) in zip(outputs, self._kept(outputs)[0], strict=True):
-            expected = self.call.truth.oracle[name]
-            error = value_error(exact, expected, self._mask(name, expected))
-            if not error <= self.tolerance.budget(self.call.truth.errors[name]):
-                message = (
-                    f"the program that torch traced is off by {error:.2e} of the largest entry"
-                )
+            verdict = self._output(name, exact)
+            if not verdict.right:
+                message = f"the program that torch traced: {verdict.fault}"
                 return self._at(name, "torch.export", message)
         return None
+
+    def _output(self, name: str, found: NDArray[Any]) -> _Verdict:
+        """Judges an output of the graph as the comparison of tensors does."""
+        call = self.call
+        if name not in call.truth.errors:  # rows that are selected
+            error = value_error(found, call.truth.oracle[name])
+            return _Verdict(error, 0.0, "other rows than those selected")
+        (item,) = compare(call.case, call.truth, {name: found}, self.tolerance, [name])
+        return _Verdict(item.error, item.budget, item.fault)
 
     def _at(self, value: str, operator: str, message: str) -> Origin:
         place = self.program.place(self.torch_names[value])
@@ -278,14 +276,14 @@ class _Search:
         kept, errors = self._kept(names)
         verdicts = {}
         for name, (exact, _) in zip(names, kept, strict=True):
-            error = value_error(found[name], exact, self._mask(name, exact))
             if name in self.call.truth.errors:
-                own = self.call.truth.errors[name]
-            else:
-                # On one small value torch may round almost nothing, see `compare.truth`: take the
-                # largest error on the path to it.
-                path = self._comparable(self.served.upstream([name]))
-                own = max(errors[self.torch_names[other]] for other in path)
+                verdicts[name] = self._output(name, found[name])
+                continue
+            error = value_error(found[name], exact, self._mask(name, exact))
+            # On one small value torch may round almost nothing, see `Units.own`: take the largest
+            # error on the path to it.
+            path = self._comparable(self.served.upstream([name]))
+            own = max(errors[self.torch_names[other]] for other in path)
             budget = self.tolerance.budget(own) if exact.dtype.kind == "f" else 0.0
             verdicts[name] = _Verdict(error, budget, _fault(found[name], exact, error, budget))
         return verdicts

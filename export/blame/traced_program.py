@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.export import ExportedProgram
@@ -21,7 +22,6 @@ from transferry.build_model.model import attention, layers, transformer
 from transferry.build_model.model.transformer import Transformer
 from transferry.export.trace.graph import Graph
 from transferry.export.trace.portable import export_graphs
-from transferry.runtime.proof.compare import value_error
 
 PACKAGE = Path(transformer.__file__).parents[2]
 TRACED = ("build_model", "export")  # packages with traced code
@@ -44,6 +44,37 @@ class Place:
     module: str
     source: str
     code: str
+
+
+def relative_error(found: NDArray[Any], oracle: NDArray[Any], mask: NDArray[np.bool_]) -> float:
+    """Returns the largest |found - oracle| over the largest |oracle|, both where mask is True."""
+    distance, largest = (
+        float(np.abs(each).max(initial=0.0, where=mask)) for each in (found - oracle, oracle)
+    )
+    return distance / largest if largest else distance
+
+
+def value_error(
+    found: NDArray[Any], oracle: NDArray[Any], mask: NDArray[np.bool_] | None = None
+) -> float:
+    """Returns the error of a value inside a graph: `relative_error` where both are finite.
+
+    Equal infinities, as in masks, count as equal, and so do two NaN. Another shape, or infinity on
+    one side only, is an infinite error, and so is any difference of integers or booleans.
+    """
+    if found.shape != oracle.shape:
+        return np.inf
+    mask = np.ones(oracle.shape, np.bool_) if mask is None else mask
+    if oracle.dtype.kind != "f":
+        return 0.0 if (found == oracle).all(where=mask) else np.inf
+    finite = np.isfinite(found) & np.isfinite(oracle)
+    same = (found == oracle) | (np.isnan(found) & np.isnan(oracle))
+    if not (finite | same).all(where=mask):
+        return np.inf
+    zero = np.zeros((), np.float64)
+    return relative_error(
+        np.where(finite, found, zero), np.where(finite, oracle, zero), finite & mask
+    )
 
 
 class TracedProgram:

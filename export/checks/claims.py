@@ -159,7 +159,7 @@ def _wider(name: str, found: float, own: float, oracle: Oracle) -> str:
 
 def _case_problem(case: Case, recorded: Truth, oracle: Oracle) -> str:
     made = oracle.truth(case)
-    exact = Truth(made.oracle, dict.fromkeys(made.oracle, 0.0), made.least)
+    exact = Truth(made.oracle, {name: 0 * own for name, own in made.errors.items()}, made.least)
     if recorded.least > 4 * made.least:  # in which errors would look small
         unit = f"the head's unit is recorded as {recorded.least:.1e}"
         return f"{case.name}: {unit}, not as the checkpoint's"
@@ -167,8 +167,8 @@ def _case_problem(case: Case, recorded: Truth, oracle: Oracle) -> str:
     if faults:
         return f"{case.name}: {faults[0].tensor}: {faults[0].fault}"
     wider = (
-        _wider(f"{case.name}: {name}", recorded.errors[name], error, oracle)
-        for name, error in made.errors.items()
+        _wider(f"{case.name}: {name}", recorded.worst(name), made.worst(name), oracle)
+        for name in made.errors
     )
     return next(filter(None, wider), "")
 

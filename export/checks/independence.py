@@ -6,15 +6,14 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from transferry.export.checks.check import INDEPENDENCE, Check, Findings, failed
 from transferry.export.subject.decoder import Padding
 from transferry.export.subject.session import ForeignGraph
 from transferry.export.subject.subject import Subject
 from transferry.runtime.errors import InputError
-from transferry.runtime.proof.compare import Tolerance, limited, relative_error
+from transferry.runtime.proof.compare import Tolerance, limited
 from transferry.runtime.proof.report import Claim
+from transferry.runtime.proof.units import Units
 
 BATCH = 8  # rows of a batch that is compared with the same rows alone
 DECLARED = "declared types and shapes"
@@ -55,8 +54,8 @@ def _padded(
             continue
         for number, (one, other) in enumerate(zip(alone, together, strict=True)):
             for name, wanted in one.items():
-                everywhere = np.ones(wanted.shape, np.bool_)
-                distance = relative_error(other[name], wanted, everywhere)
+                units = Units.of(wanted, logits=name == "logits")
+                distance = units.largest_error(other[name])
                 if not distance <= worst.get(name, (-1.0, 0))[0]:
                     worst[name] = (distance, first + number)
     largest = max(own, default=0.0)

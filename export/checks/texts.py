@@ -21,18 +21,11 @@ from transferry.runtime.decoding.logits import log_sum_exp
 from transferry.runtime.decoding.search import pad_sources
 from transferry.runtime.engine.tasks.fill_mask import FillMask
 from transferry.runtime.errors import InputError
-from transferry.runtime.proof.compare import (
-    Case,
-    Tolerance,
-    compare,
-    logit_errors,
-    logit_units,
-    observe,
-    truth,
-)
+from transferry.runtime.proof.compare import Case, Tolerance, compare, observe, truth
 from transferry.runtime.proof.divergence import Divergence, RankErrors
 from transferry.runtime.proof.report import Difference
 from transferry.runtime.proof.tally import Tally
+from transferry.runtime.proof.units import logit_errors, logit_units
 from transferry.runtime.tokenizer.byte_pair import SpecialTokens
 
 HIDE_EVERY = 7  # tokens of a text, for an encoder-only model to fill in

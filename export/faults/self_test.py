@@ -220,7 +220,7 @@ class BundleTest:
         config = self.oracle.config
         found = brief_sweep(config, self.honest.model.batches.rows)
         found += lengths(config, self.sources)
-        return found + (list(single_tokens(config)) if self._precision.integers else [])
+        return found + ([single_tokens(config)] if self._precision.integers else [])
 
     @property
     def _precision(self) -> Precision:

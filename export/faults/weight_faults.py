@@ -256,7 +256,7 @@ def _recorded_answers(copy: BundleCopy) -> str:
 @FAULTS.kind("recorded errors that allow larger ones", everywhere=True)
 def _recorded_errors(copy: BundleCopy) -> str:
     def wider(truth: Truth) -> Truth:
-        errors = {name: 1e4 * max(error, 2.0**-23) for name, error in truth.errors.items()}
+        errors = {name: 1e4 * np.maximum(each, 2.0**-23) for name, each in truth.errors.items()}
         return dataclasses.replace(truth, errors=errors)
 
     _rerecord(copy, wider)

@@ -103,7 +103,7 @@ class Effort:
             config: Shape of the model.
             sources: The text; its longest source is the longest case.
             rows: Rows of the largest batch.
-            singles: Whether the cases of single tokens are among them.
+            singles: Whether the case of single tokens is among them.
         """
         longest = min(config.max_positions, self.positions or config.max_positions)
         shorter = replace(config, max_positions=longest)
@@ -111,12 +111,12 @@ class Effort:
             *sizes(shorter),
             *lengths(shorter, [source[:longest] for source in sources]),
             *largest_batches(config, rows),
-            *(single_tokens(config) if singles else ()),
         ]
-        most = min(len(found), self.most_cases or len(found))
+        # These stay: each feeds tokens that no other does, or crosses no border of integers.
+        all_of = [single_tokens(config)] if singles else []
+        most = min(len(found), self.most_cases - len(all_of) if self.most_cases else len(found))
         chosen = [found[number * len(found) // most] for number in range(most)]
-        # All of these stay: each feeds tokens that no other does.
-        return [*chosen, *(vocabulary(config) if self.vocabulary else ())]
+        return [*chosen, *all_of, *(vocabulary(config) if self.vocabulary else ())]
 
     def texts(self, checkpoint: Checkpoint, texts: Sequence[str]) -> list[str]:
         """Returns the texts that are judged: the first short ones that fit the model."""

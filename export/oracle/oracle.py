@@ -23,7 +23,7 @@ from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.decoding.hypothesis import Hypothesis, length_normalised
 from transferry.runtime.decoding.search import search
 from transferry.runtime.precision import FLOAT32, Precision
-from transferry.runtime.proof.compare import INT8_STEP, Case, Tolerance, Truth, observe, truth
+from transferry.runtime.proof.compare import Case, Tolerance, Truth, observe, truth
 from transferry.runtime.proof.divergence import Explainer, RankErrors, forced
 from transferry.runtime.proof.recorded import RecordedSearch, Reference
 from transferry.runtime.proof.rules import Rules
@@ -95,20 +95,10 @@ class Oracle:
         return replace(self, remembers=True, _truths={})
 
     def observe(self, case: Case) -> list[Tensors]:
-        """Runs a case: tensors of `exact`, of `reference` and of `others`.
-
-        The others are left out where the reference crossed borders itself in every kind of tensor:
-        its own error then tells how far that moves the numbers.
-        """
-
-        def run(*sides: TorchDecoder) -> list[Tensors]:
-            decodes = bool(self.config.decoder_layers)
-            return [observe(side if decodes else side.encoder, case) for side in sides]
-
-        found = run(self.exact, self.reference)
-        if self.others and min(truth(case, *found).errors.values()) < INT8_STEP:
-            found += run(*self.others)
-        return found
+        """Runs a case: tensors of `exact`, of `reference` and of `others`."""
+        decodes = bool(self.config.decoder_layers)
+        sides = (self.exact, self.reference, *self.others)
+        return [observe(side if decodes else side.encoder, case) for side in sides]
 
     def truth(self, case: Case) -> Truth:
         """Returns the expected tensors of a case."""

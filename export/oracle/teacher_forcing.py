@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from transferry.runtime.bundle.head import HeadSettings
 from transferry.runtime.decoding.decoder import Tensors
 from transferry.runtime.decoding.logits import log_sum_exp
-from transferry.runtime.proof.compare import logit_errors, logit_units
 from transferry.runtime.proof.report import (
     CHOICES,
     EQUIVALENT,
@@ -21,6 +20,7 @@ from transferry.runtime.proof.report import (
     Margins,
     TaskMetric,
 )
+from transferry.runtime.proof.units import logit_errors, logit_units
 
 Logits = NDArray[np.floating[Any]]
 

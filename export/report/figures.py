@@ -155,7 +155,7 @@ def _errors(figure: Figure, axes: Axes, name: str) -> str:
     low, high = np.log10([np.nanmin(drawn), np.nanmax(drawn)])
     axes.set_ylim(10.0 ** np.floor(low), 10.0 ** np.ceil(high + 1e-9))
     _log_axis(axes, "y")
-    axes.set_ylabel("error / largest entry")
+    axes.set_ylabel("error / unit of the entry")
     _legend(figure)
     return _svg(figure, name)
 

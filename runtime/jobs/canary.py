@@ -20,8 +20,9 @@ from transferry.runtime.errors import ParityError
 from transferry.runtime.ort.open_model import open_model
 from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.precision import Precision
-from transferry.runtime.proof.compare import INT8_STEP, Tolerance, Truth
+from transferry.runtime.proof.compare import HEAD, INT8_STEP, Tolerance, Truth
 from transferry.runtime.proof.recorded import Reference, check_reference
+from transferry.runtime.proof.units import ENTRIES, logit_units
 
 
 class Canary:
@@ -127,31 +128,30 @@ def _bounds(served: Engine, reference: Engine, recorded: Reference) -> Bounds:
     That is a multiple of the error that torch made on the recorded cases.
     """
     cases, precision = recorded.cases, served.model.variant.precision
-    logits, hidden = (
-        max(truth.errors.get(name, 0.0) for _, truth in cases) for name in ("logits", "hidden")
-    )
     tolerance = Tolerance.of(precision)
     factor = 2 * tolerance.factor
     # The record may happen to hold no value at the border of two integers; the text does.
     floor = INT8_STEP if Precision.of(precision).integers else tolerance.floor
-    doubled = Tolerance(factor, max(logits, floor))
+    logits, hidden = (
+        max(floor, *(truth.worst(name) for _, truth in cases)) for name in ("logits", "hidden")
+    )
     heads = [_head_errors(truth, floor) for _, truth in cases]
-    oracle = (truth.oracle.get("logits", np.zeros(0)) for _, truth in cases)
-    largest = max(float(np.abs(each).max(initial=0.0)) for each in oracle)
+    units = [logit_units(truth.oracle["logits"]) for _, truth in cases if "logits" in truth.oracle]
     return Bounds(
         served,
         reference,
-        doubled,
-        vector=factor * max(hidden, floor, *(error for error, _ in heads)),
+        Tolerance(factor, logits),
+        vector=factor * max(hidden, *(error for error, _ in heads)),
         # No slope of softmax or of the logistic function exceeds 1.
         score=factor * max(absolute for _, absolute in heads),
         # A log-probability is a logit minus the log-sum-exp of the logits: either may be off.
-        log_probability=2 * doubled.budget(0.0) * largest,
+        log_probability=2 * factor * logits * max((float(each.max()) for each in units), default=0),
     )
 
 
 def _head_errors(truth: Truth, floor: float) -> tuple[float, float]:
     """Returns torch's error of a head, in units of its largest number and absolute."""
-    largest = float(np.abs(truth.oracle.get("head", np.zeros(0))).max(initial=0.0))
-    absolute = max(truth.errors.get("head", 0.0), floor) * max(largest, truth.least)
+    largest = float(np.abs(truth.oracle.get(HEAD, np.zeros(0))).max(initial=0.0))
+    # Units of entries exceed the largest number only where `least` does, or by the scale of 3/4.
+    absolute = max(truth.worst(HEAD), floor) * max(ENTRIES * largest, truth.least)
     return (absolute / largest if largest else 0.0), absolute

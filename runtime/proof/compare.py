@@ -1,27 +1,30 @@
 """Tolerance and comparison of two computations of one model, tensor by tensor.
 
-Errors are measured against a float64 oracle, in units of the oracle's largest entry: a difference
-of 0.01 is large for logits of 3 and small for logits of 300. The limit is a multiple of the error
-that torch itself makes in float32 on the same input.
+Errors are measured against a float64 oracle, each entry in a unit of its own: a difference of 0.01
+is large for logits of 3 and small for logits of 300, and one entry of 1e4 says nothing of the
+others. The limit is a multiple of the error that torch itself makes in float32 at that position.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from transferry.runtime.decoding.decoder import ObservableDecoder, ObservableEncoder, State, Tensors
-from transferry.runtime.decoding.logits import log_sum_exp
 from transferry.runtime.precision import EPSILON, FLOAT32, Precision
+from transferry.runtime.proof.units import CROSSED, Units, by_position, quantile
 
 INT8_STEP = 2.0**-8  # half of one of a scale's 127 steps, which inputs are rounded to
-# Rank of a logit near the best, and how many times its distance a unit has at most; `logit_units`.
-NEAR, NEAR_TIMES = 16, 4.0
+# Of so many positions where a value crossed the border of two integers, one more may have crossed
+# unforeseen: where an error grows before it is rounded.
+FORESEEN = 16
+
+ErrorT = TypeVar("ErrorT", float, NDArray[np.float64])
 # "encoder" is `start`, or an encoder-only model; the steps are a decoder's; "text" is all of these
 # on real text and the answers to it.
 HEAD = "head"
@@ -36,9 +39,10 @@ class Tolerance:
     Attributes:
         factor: Limit as a multiple of torch's own float32 error; docs/parity.md has the measurement
             behind the default.
-        floor: Lower bound of torch's error, relative to the oracle's largest entry: on a small
-            tensor torch may happen to round nothing at all. 2 ** -23 is float32's epsilon.
-        most: The largest budget that proves anything; where it exceeds that, the comparison fails.
+        floor: Lower bound of torch's error, in units: at one position torch may happen to round
+            nothing at all. 2 ** -23 is float32's epsilon.
+        most: The largest budget that proves anything; where that of most positions exceeds it, the
+            comparison fails.
         crossed: The largest budget of a few values that crossed the border of two integers. Where
             torch's own error is larger than half of that, so many crossed it that any two
             computations are about as far from the oracle: twice torch's error is the budget.
@@ -60,10 +64,11 @@ class Tolerance:
         crossed = 16 * INT8_STEP if row.integers else math.inf
         return cls(cls.factor * row.epsilon / EPSILON, most=row.most, crossed=crossed)
 
-    def budget(self, reference_error: float) -> float:
+    def budget(self, reference_error: ErrorT) -> ErrorT:
         """Returns the largest error allowed where torch's own is `reference_error`."""
-        budget = self.factor * max(reference_error, self.floor)
-        return min(budget, max(2 * reference_error, self.crossed))
+        budget = self.factor * np.maximum(reference_error, self.floor)
+        limit: ErrorT = np.minimum(budget, np.maximum(2 * reference_error, self.crossed))
+        return limit
 
 
 @dataclass(frozen=True)
@@ -108,13 +113,25 @@ class Truth:
 
     Attributes:
         oracle: Tensors of the float64 oracle.
-        errors: torch's relative error in float32 for each of them; see `truth`.
+        errors: torch's error in float32 for each of them, by position `[positions]`; see `truth`.
         least: Lower bound of the unit of a head's error; see `truth`.
     """
 
     oracle: Tensors
-    errors: Mapping[str, float]
+    errors: dict[str, NDArray[np.float64]]
     least: float = 0.0
+    # Measured at the first comparison; `replace` drops them.
+    _units: dict[str, Units] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def units(self, case: Case) -> Mapping[str, Units]:
+        """Returns the units of each tensor, see `units_of`; of one case alone."""
+        if not self._units:
+            self._units.update(units_of(case, self.oracle, self.least))
+        return self._units
+
+    def worst(self, name: str) -> float:
+        """Returns torch's largest error of a tensor, in units; 0 without the tensor."""
+        return float(self.errors.get(name, np.zeros(0)).max(initial=0.0))
 
 
 @dataclass(frozen=True)
@@ -125,9 +142,9 @@ class Comparison:
         case: Name of the case.
         tensor: "logits", or the name of a tensor of the cache.
         stage: The computation that gives the tensor, one of `STAGES`.
-        error: Largest distance from the oracle, over the oracle's largest entry.
-        reference_error: torch's error in float32; see `truth`.
-        budget: The largest error that passes.
+        error: Distance from the oracle, in units, of the entry that is worst beside its budget.
+        reference_error: torch's error in float32 at that position; see `truth`.
+        budget: The largest error that passes there.
         fault: Empty if it passed, else a description of the fault.
         past: Length of the cache at the compared step, `Case.past`.
     """
@@ -169,134 +186,46 @@ def observe(model: ObservableDecoder[State] | ObservableEncoder, case: Case) -> 
     return {"logits": output.all_logits.copy(), **decoder.tensors(state), **cross}
 
 
-def relative_error(
-    found: NDArray[Any], oracle: NDArray[Any], mask: NDArray[np.bool_], least: float = 0.0
-) -> float:
-    """Returns the largest |found - oracle| over the largest |oracle|, both where mask is True.
-
-    It is given in units of `least` where the largest |oracle| is less.
-    """
-    distance, largest = (_largest(x, mask) for x in (found - oracle, oracle))
-    unit = max(largest, least)
-    return distance / unit if unit else distance
-
-
-def logit_units(logits: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
-    """Returns the unit of the errors of logits by position, in nats.
-
-    It is the distance from the best logit to the median, at most 4 times that to the 16th best: one
-    bias of -1e4, or one on most of the vocabulary, does not change it. 1 where all logits are
-    equal.
-
-    Args:
-        logits: `[..., vocabulary]`.
-
-    Returns:
-        `[...]`
-    """
-    vocabulary = logits.shape[-1]
-    middle = (vocabulary - 1) // 2
-    near = max(vocabulary - 1 - NEAR, middle)
-    best, close, median = (
-        np.partition(logits, (middle, near, vocabulary - 1), axis=-1)[..., place]
-        for place in (-1, near, middle)
-    )
-    units: NDArray[np.float64] = np.minimum(best - median, NEAR_TIMES * (best - close))
-    return np.where(units > 0, units, 1.0).astype(np.float64)
-
-
-def logit_errors(
-    found: NDArray[np.floating[Any]], oracle: NDArray[np.floating[Any]]
-) -> NDArray[np.float64]:
-    """Returns the largest error of a log-probability by position, in `logit_units`.
-
-    A token far below the best is measured in units of its own distance from it, which rounding of
-    its logit grows with.
-
-    Args:
-        found: Logits `[positions, vocabulary]`.
-        oracle: Those of the oracle, likewise.
-
-    Returns:
-        `[positions]`
-    """
-    exact = oracle.astype(np.float64)
-    moved = found - log_sum_exp(found)[:, None] - (exact - log_sum_exp(exact)[:, None])
-    scale = np.maximum(logit_units(exact)[:, None], exact.max(axis=-1, keepdims=True) - exact)
-    errors: NDArray[np.float64] = (np.abs(moved) / scale).max(axis=-1)
-    return errors
-
-
-def value_error(
-    found: NDArray[Any], oracle: NDArray[Any], mask: NDArray[np.bool_] | None = None
-) -> float:
-    """Returns the error of a value: `relative_error` where both are finite.
-
-    Equal infinities, as in masks, count as equal, and so do two NaN. Another shape, or infinity on
-    one side only, is an infinite error, and so is any difference of integers or booleans.
-    """
-    if found.shape != oracle.shape:
-        return np.inf
-    mask = np.ones(oracle.shape, np.bool_) if mask is None else mask
-    if oracle.dtype.kind != "f":
-        return 0.0 if (found == oracle).all(where=mask) else np.inf
-    finite = np.isfinite(found) & np.isfinite(oracle)
-    same = (found == oracle) | (np.isnan(found) & np.isnan(oracle))
-    if not (finite | same).all(where=mask):
-        return np.inf
-    zero = np.zeros((), np.float64)
-    return relative_error(
-        np.where(finite, found, zero), np.where(finite, oracle, zero), finite & mask
-    )
-
-
-def _largest(tensor: NDArray[Any], mask: NDArray[np.bool_]) -> float:
-    if mask.all():  # the selection costs more than the rest
-        return float(np.abs(tensor).max(initial=0.0))
-    return float(np.abs(tensor).max(initial=0.0, where=mask))
-
-
-def least_units(case: Case, oracle: Tensors, head: float = 0.0) -> dict[str, float]:
-    """Returns a lower bound of the unit of each tensor's error.
+def units_of(case: Case, oracle: Tensors, head: float = 0.0) -> dict[str, Units]:
+    """Returns the units of each tensor of the oracle.
 
     Where sums cancel to nearly zero, rounding is large beside the result, and its ratio to the
     result says nothing. So a tensor of the cache is measured in units of no less than 2 ** -10 of
-    the largest entry of its kind (the keys of all layers, or the values), and 2 ** -20 of the
-    largest of the cache. Logits and hidden states have units of their own, a head that of its
-    `Truth`.
+    the largest typical one of its kind (the keys of all layers, or the values), and 2 ** -20 of the
+    cache. Logits and hidden states have units of their own, a head at least that of its `Truth`.
     """
-    sizes = {
-        name: _largest(tensor, meaningful(case, name, tensor))
+    units = {
+        name: Units.of(
+            tensor,
+            _kept(case, name, tensor),
+            logits=name == "logits",
+            least=head if name == HEAD else 0.0,
+        )
         for name, tensor in oracle.items()
-        if _kind(name) not in OUTPUTS
     }
-    whole = max(sizes.values(), default=0.0)
-    kinds: dict[str, float] = {}
+    sizes = {name: each.typical for name, each in units.items() if _kind(name) not in OUTPUTS}
+    whole, kinds = max(sizes.values(), default=0.0), dict[str, float]()
     for name, size in sizes.items():
         kinds[_kind(name)] = max(size, kinds.get(_kind(name), 0.0))
-    least = {name: max(kinds[_kind(name)] * 2.0**-10, whole * 2.0**-20) for name in sizes}
-    return {**least, HEAD: head}
+    for name in sizes:
+        least = max(kinds[_kind(name)] * 2.0**-10, whole * 2.0**-20)
+        units[name] = replace(units[name], least=least)
+    return units
 
 
 def truth(case: Case, oracle: Tensors, *references: Tensors, least: float = 0.0) -> Truth:
     """Returns the expected tensors of a case, given those of the oracle and of torch in float32.
 
-    torch's error is the largest over all references, and over all tensors of one kind, such as the
-    keys of all layers: a single small tensor, of one row and one position, has too few entries to
-    estimate the rounding error.
+    torch's error at a position is the largest over all references; see `Units.own`. Of several,
+    the others show how far a value at the border of two integers moves the rest.
 
     The scores of a head are few and may cancel to nearly zero too; `least` is a lower bound of the
     unit of their error (`export.torch_model.moved_heads`).
     """
-    units = least_units(case, oracle, least)
-    pooled: dict[str, float] = {}
-    for name, tensor in oracle.items():
-        mask, kind = meaningful(case, name, tensor), _kind(name)
-        for reference in references:
-            error = relative_error(reference[name], tensor, mask, units.get(name, 0.0))
-            # Unlike max(), this keeps NaN.
-            pooled[kind] = float(np.maximum(error, pooled.get(kind, 0.0)))
-    return Truth(oracle, {name: pooled[_kind(name)] for name in oracle}, least)
+    found = Truth(oracle, {}, least)
+    for name, units in found.units(case).items():
+        found.errors[name] = units.own(*(each[name] for each in references))
+    return found
 
 
 def _kind(name: str) -> str:
@@ -325,6 +254,12 @@ def meaningful(case: Case, name: str, tensor: NDArray[Any]) -> NDArray[np.bool_]
     return np.broadcast_to(places[:, None, :, None], tensor.shape)
 
 
+def _kept(case: Case, name: str, tensor: NDArray[Any]) -> NDArray[np.bool_]:
+    """Returns which positions have a meaning `[positions]`."""
+    there = meaningful(case, name, tensor)[..., 0]
+    return (there[:, 0] if there.ndim == 3 else there).ravel()
+
+
 def compare(
     case: Case,
     expected: Truth,
@@ -343,12 +278,12 @@ def compare(
         tolerance: Limit of errors.
         only: Names of the tensors to compare.
     """
-    comparisons, least = [], least_units(case, expected.oracle, expected.least)
+    comparisons, units = [], expected.units(case)
     for name in [*expected.oracle, *(found.keys() - expected.oracle.keys())]:
         if only is not None and name not in only:
             continue
-        error, reference_error = np.inf, expected.errors.get(name, 0.0)
-        budget, fault = tolerance.budget(reference_error), ""
+        own = expected.errors.get(name, np.zeros(0))
+        judged = (np.inf, expected.worst(name), tolerance.budget(expected.worst(name)))
         if name not in expected.oracle:
             fault = "torch gives no such tensor"
         elif name not in found:
@@ -356,27 +291,60 @@ def compare(
         elif (shape := found[name].shape) != (wanted := expected.oracle[name].shape):
             fault = f"expected shape {list(wanted)}, found {list(shape)}"
         else:
-            oracle = expected.oracle[name]
-            mask = meaningful(case, name, oracle)
-            error = relative_error(found[name], oracle, mask, least.get(name, 0.0))
-            if not np.isfinite(found[name]).all(where=mask):
-                fault = "holds NaN or infinity"
-            elif not np.isfinite(budget):
-                fault = "torch's own answer holds NaN or infinity, so it proves nothing"
-            elif budget > tolerance.most:
-                fault = (
-                    f"torch's own error is {reference_error:.1e} of the largest entry: a budget of "
-                    f"{budget:.1e} proves nothing (at most {tolerance.most:.1e}); find out where "
-                    "the model's activations grow or cancel"
-                )
-            elif not error <= budget:
-                fault = (
-                    f"error {error:.2e} of the largest entry exceeds the budget {budget:.2e} "
-                    f"({tolerance.factor:g} x torch's own {reference_error:.2e})"
-                )
+            judged = judge(units[name], found[name], own, tolerance)
+            given = by_position(found[name], units[name].kept)
+            fault = _fault(given, own, judged, tolerance)
         encoder = _from_encoder(name) and case.stage != "text"
         stage = "encoder" if encoder else case.stage
-        comparisons.append(
-            Comparison(case.name, name, stage, error, reference_error, budget, fault, case.past)
-        )
+        comparisons.append(Comparison(case.name, name, stage, *judged, fault, case.past))
     return comparisons
+
+
+def judge(
+    units: Units, found: NDArray[Any], own: NDArray[np.float64], tolerance: Tolerance
+) -> tuple[float, float, float]:
+    """Returns error, torch's error and budget of the entry that is worst beside its budget.
+
+    Args:
+        units: A tensor of the oracle.
+        found: The same tensor of a model.
+        own: torch's error by position `[positions]`.
+        tolerance: Limit of errors.
+    """
+    budgets = np.minimum(tolerance.budget(own), tolerance.most)
+    errors = [np.zeros(0), *(each.max(axis=1) for each in units.errors(found))]
+    error = np.concatenate(errors)
+    if not error.size:
+        return 0.0, 0.0, tolerance.budget(0.0)
+    unforeseen = (error > budgets) & (error <= tolerance.crossed) & (own <= CROSSED)
+    if unforeseen.sum() <= -(-(own > CROSSED).sum() // FORESEEN) and tolerance.crossed < math.inf:
+        budgets[unforeseen] = tolerance.crossed
+    worst = int((error / budgets).argmax())
+    return float(error[worst]), float(own[worst]), float(budgets[worst])
+
+
+def _fault(
+    found: NDArray[Any],
+    own: NDArray[np.float64],
+    judged: tuple[float, float, float],
+    tolerance: Tolerance,
+) -> str:
+    """Describes the fault of a tensor of the right shape; empty if it passes."""
+    error, reference_error, budget = judged
+    if not np.isfinite(found).all():
+        return "holds NaN or infinity"
+    if not np.isfinite(own).all():
+        return "torch's own answer holds NaN or infinity, so it proves nothing"
+    typical = float(quantile(own, 0.5)) if own.size else 0.0
+    if (wide := tolerance.budget(typical)) > tolerance.most:
+        return (
+            f"torch's own error is {typical:.1e} of the unit of an entry: a budget of {wide:.1e} "
+            f"proves nothing (at most {tolerance.most:.1e}); find out where the model's "
+            "activations grow or cancel"
+        )
+    if error <= budget:
+        return ""
+    return (
+        f"error {error:.2e} of the entry's unit exceeds the budget {budget:.2e} "
+        f"({tolerance.factor:g} x torch's own {reference_error:.2e})"
+    )

@@ -21,10 +21,11 @@ from transferry.runtime.decoding.hypothesis import Hypothesis
 from transferry.runtime.decoding.logits import log_sum_exp
 from transferry.runtime.decoding.sampling import draw_uniforms
 from transferry.runtime.decoding.search import begin, pad_sources, search
-from transferry.runtime.proof.compare import Tolerance, logit_errors, logit_units
+from transferry.runtime.proof.compare import Tolerance
 from transferry.runtime.proof.draws import distance_of_draws
 from transferry.runtime.proof.report import Difference
 from transferry.runtime.proof.rules import Rules
+from transferry.runtime.proof.units import logit_errors, logit_units
 from transferry.runtime.tokenizer.byte_pair import SpecialTokens
 
 # Limit of an answer in units of its change by other roundings at borders, as in

@@ -33,7 +33,15 @@ from transferry.runtime.io.atomic import atomic_file
 from transferry.runtime.io.documents import parse_document
 from transferry.runtime.io.whole import read_bytes
 from transferry.runtime.ort.open_model import ServedModel
-from transferry.runtime.proof.compare import Case, Comparison, Tolerance, Truth, compare, observe
+from transferry.runtime.proof.compare import (
+    Case,
+    Comparison,
+    Tolerance,
+    Truth,
+    compare,
+    observe,
+    units_of,
+)
 from transferry.runtime.proof.one_graph import OneGraph
 from transferry.runtime.proof.report import Decisions, Difference, ParityReport
 from transferry.runtime.proof.self_consistency import self_consistency
@@ -111,9 +119,10 @@ class Reference:
                 arrays[f"{number}/{part}"] = getattr(case, part)
             for name, tensor in truth.oracle.items():
                 arrays[f"{number}/oracle/{name}"] = tensor
+                arrays[f"{number}/error/{name}"] = truth.errors[name]
             if case.rows is not None:
                 arrays[f"{number}/rows"] = case.rows
-            entry = {"name": case.name, "past": case.past, "errors": dict(truth.errors)}
+            entry = {"name": case.name, "past": case.past, "tensors": list(truth.oracle)}
             index.append(entry | ({"least": truth.least} if truth.least else {}))
         record = {
             "cases": index,
@@ -151,8 +160,7 @@ class Reference:
                     entry.past,
                     None if rows is None else rows.astype(np.int64, casting="safe"),
                 )
-                oracle = {name: file[f"{number}/oracle/{name}"] for name in entry.errors}
-                cases.append((case, Truth(oracle, entry.errors, entry.least)))
+                cases.append((case, _truth(case, file, number, entry)))
             if any(len(each.exact) != len(each.answers) for each in index.searches):
                 raise ValueError("expected a score of each answer")
             return cls(cases, index.sources, index.searches)
@@ -161,7 +169,8 @@ class Reference:
 class _Entry(Struct):
     name: str
     past: Annotated[int, Meta(ge=0)]
-    errors: dict[str, float]
+    tensors: list[str] = []
+    errors: dict[str, float] = {}  # of a bundle written before errors were by position
     least: Annotated[float, Meta(ge=0)] = 0.0
 
 
@@ -175,6 +184,26 @@ def _matrix(values: NDArray[Any], kind: type[Any]) -> NDArray[Any]:
     if values.ndim != 2:
         raise ValueError(f"expected a matrix, found the shape {values.shape}")
     return values.astype(kind, casting="safe", copy=False)
+
+
+def _truth(case: Case, file: Mapping[str, NDArray[Any]], number: int, entry: _Entry) -> Truth:
+    """Returns the recorded tensors of a case and torch's errors.
+
+    A bundle written before errors were by position has one for all tensors of a kind, over the
+    largest entry: its budgets stay as wide as they were.
+    """
+    oracle = {name: file[f"{number}/oracle/{name}"] for name in entry.tensors or entry.errors}
+    errors = {}
+    for name, units in units_of(case, oracle, entry.least).items():
+        if entry.tensors:
+            errors[name] = own = file[f"{number}/error/{name}"].astype(np.float64, casting="safe")
+            if own.shape != (len(units.exact),):
+                raise ValueError(f"expected {len(units.exact)} errors, found the shape {own.shape}")
+            continue
+        unit, largest = max(units.typical, units.least), float(np.abs(units.exact).max(initial=0.0))
+        times = max(1.0, largest / unit) if unit else 1.0
+        errors[name] = np.full(len(units.exact), entry.errors[name] * times)
+    return Truth(oracle, errors, entry.least)
 
 
 def check_reference(

@@ -17,7 +17,8 @@ from transferry.runtime.decoding.decoder import ObservableDecoder, ObservableEnc
 from transferry.runtime.decoding.logits import SEGMENT, SegmentMaxima, log_sum_exp
 from transferry.runtime.ort.fused_decoder import SlotDecoder
 from transferry.runtime.ort.lm_head import LMHead
-from transferry.runtime.proof.compare import Case, Comparison, Tolerance, limited, relative_error
+from transferry.runtime.proof.compare import Case, Comparison, Tolerance, limited
+from transferry.runtime.proof.units import logit_units
 
 TOP = 4
 
@@ -30,8 +31,9 @@ def self_consistency(
 ) -> list[Comparison]:
     """Compares the LM head's other outputs with its logits, and selected rows with the rows before.
 
-    Errors are in units of the largest logit, or of the largest entry of the cache, and limited by
-    rounding in float32; those of approximate logits in units that make their bound the limit.
+    Errors are in `logit_units` or the logit's own size and limited by rounding in float32; those of
+    approximate logits in units that make their bound the limit. Rows of a cache are equal bit for
+    bit.
 
     Returns:
         The LM head's of a fused variant at a first step, the cache's at a later one.
@@ -43,7 +45,7 @@ def self_consistency(
     if not case.past and isinstance(model, SlotDecoder):
         found += _lm_head(model, model.lm_head, case, rounding)
     if case.past and case.rows is not None:
-        found.append(("selected rows", _selection_error(model, case)))
+        found.append(("selected rows", 0.0 if _selects(model, case) else np.inf))
     return [limited(case.name, name, case.stage, error, 0.0, rounding) for name, error in found]
 
 
@@ -53,10 +55,12 @@ def _lm_head(
     state, tokens = model.start(case.source, case.mask), case.target[:, :1]
     single = model.step(tokens, state)[0].all_logits[:, 0].copy()  # its buffer is used again
     logits = single.astype(np.float64)
-    largest = float(np.abs(logits).max())
+    units = logit_units(logits)
 
     def error(found: Floats, wanted: Floats) -> float:
-        return relative_error(found, wanted, np.ones(wanted.shape, np.bool_), largest)
+        """Returns the largest error of numbers `[rows, ...]`."""
+        sizes = units.reshape(-1, *[1] * (wanted.ndim - 1))
+        return float((np.abs(found - wanted) / np.maximum(sizes, np.abs(wanted))).max(initial=0.0))
 
     output, _ = model.step(tokens, state, top=TOP, normalise=True)
     if output.log_sum_exp is not None:
@@ -79,10 +83,10 @@ def _lm_head(
         yield "approximate_maxima", error(maxima.maxima, exact)
 
 
-def _selection_error(model: ObservableDecoder[State], case: Case) -> float:
+def _selects(model: ObservableDecoder[State], case: Case) -> bool:
     """Selects rows, takes each twice, and lets sentences leave: entries may only move."""
     _, state = model.step(case.target[:, : case.past], model.start(case.source, case.mask))
-    before, rows, worst = model.tensors(state), np.arange(len(case.source)), 0.0
+    before, rows, same = model.tensors(state), np.arange(len(case.source)), True
     twice = np.repeat(np.arange(len(case.kept)), 2)
     for chosen in (case.kept, twice, np.r_[0, 1, twice.size - 2, twice.size - 1]):
         state, rows = model.select(state, chosen), rows[chosen]
@@ -91,5 +95,5 @@ def _selection_error(model: ObservableDecoder[State], case: Case) -> float:
             mask = np.ones(wanted.shape, np.bool_)
             if name.startswith("cross"):
                 mask &= case.mask[rows, None, : found.shape[2], None]
-            worst = float(np.maximum(worst, relative_error(found, wanted, mask)))
-    return worst
+            same &= bool((found == wanted).all(where=mask))
+    return same

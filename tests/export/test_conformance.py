@@ -16,6 +16,7 @@ from transferry.build_model.checkpoint import Checkpoint
 from transferry.build_model.train.corpus import builtin_pairs
 from transferry.export.blame.backends import ReferenceBackend
 from transferry.export.blame.plain_decoder import PlainDecoder
+from transferry.export.blame.traced_program import relative_error
 from transferry.export.bundle import Contents
 from transferry.export.torch_model import TorchDecoder
 from transferry.runtime.bundle.bundle import Bundle
@@ -27,7 +28,6 @@ from transferry.runtime.decoding.search import pad_sources, search, search_strea
 from transferry.runtime.decoding.shared_prompts import shared_prompts
 from transferry.runtime.decoding.strategy import Request
 from transferry.runtime.ort.encoder import EncoderModel
-from transferry.runtime.proof.compare import relative_error
 from transferry.runtime.tokenizer.special_tokens import SpecialTokens
 
 SPECIAL = SpecialTokens(0, 1, 2)

@@ -19,8 +19,8 @@ from transferry.runtime.proof.compare import Tolerance
 LIMITS = {
     "float32": (8, 2.0**-6, math.inf, 2.0**-20),
     "int8-weights": (8, 2.0**-6, math.inf, 2.0**-20),
-    "float16": (8 * 2.0**13, 2.0**-3, math.inf, 2.0**-7),
-    "bfloat16": (8 * 2.0**16, 0.5, math.inf, 2.0**-4),
+    "float16": (8 * 2.0**13, 0.5, math.inf, 2.0**-7),
+    "bfloat16": (8 * 2.0**16, 2.0, math.inf, 2.0**-4),
     "int8": (8, 2.0, 2.0**-4, 2.0**-3),
     "int4": (8, 2.0, 2.0**-4, 3 * 2.0**-3),
 }

@@ -133,7 +133,7 @@ CHANGES: dict[str, Change] = {
         )
     ),
     "errors": on_first_case(
-        lambda truth: replace(truth, errors=dict.fromkeys(truth.errors, 10000.0 * 2.0 ** (-23)))
+        lambda truth: replace(truth, errors={k: 1e4 * v for k, v in truth.errors.items()})
     ),
     "answers of the next row": on_searches(
         lambda item: replace(item, answers=[*item.answers[1:], item.answers[0]])

@@ -88,14 +88,14 @@ def test_a_model_is_what_torch_rounding_alike_computes(name: str, tmp_path: Path
     model = Transformer(config_of(*MODELS[name])).eval()
     decoder = opened(written(tmp_path, model, INT4, graphs_of(model, INT4)))
     oracle = Oracle.of(model, SOURCES, Tolerance.of("int4"), precision=Precision.of("int4"))
-    found = compare_cases(oracle, decoder, [*single_tokens(model.config), *sizes(model.config)])
+    found = compare_cases(oracle, decoder, [single_tokens(model.config), *sizes(model.config)])
     assert not [item for item in found if item.fault]
     sharp = [item for item in found if item.budget < 1e-5]
     assert sharp
     assert max(item.error for item in sharp) < 2e-6
     # And it does round: the model as trained is further off.
     trained = Oracle.of(model, SOURCES, Tolerance())
-    plain = compare_cases(trained, decoder, single_tokens(model.config))
+    plain = compare_cases(trained, decoder, [single_tokens(model.config)])
     assert max(item.error for item in plain) > 1e-3
 
 
