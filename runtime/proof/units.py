@@ -41,10 +41,9 @@ def logit_units(logits: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
     vocabulary = logits.shape[-1]
     middle = (vocabulary - 1) // 2
     near = max(vocabulary - 1 - NEAR, middle)
-    best, close, median = (
-        np.partition(logits, (middle, near, vocabulary - 1), axis=-1)[..., place]
-        for place in (-1, near, middle)
-    )
+    ordered = np.partition(logits, (middle, near), axis=-1)
+    close, median = ordered[..., near], ordered[..., middle]
+    best = ordered[..., near:].max(axis=-1)
     units: NDArray[np.float64] = np.minimum(best - median, NEAR_TIMES * (best - close))
     return np.where(units > 0, units, 1.0).astype(np.float64)
 
