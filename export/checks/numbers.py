@@ -77,7 +77,7 @@ def batch_sizes(subject: Subject[Any], oracle: Oracle, most: int, *, seed: int =
 
 def _batch_sizes(model: Observable, oracle: Oracle, most: int, seed: int) -> Findings:
     case = replace(random_case(oracle.config, most, 2, 1, seed=seed), rows=None)
-    expected, worst = oracle.truth(case), dict[str, tuple[float, Comparison, Case]]()
+    (sides, least), worst = oracle.sides(case), dict[str, tuple[float, Comparison, Case]]()
     larger = np.linspace(min(most, EVERY_SIZE), most, LARGER_SIZES).astype(int)
     for rows in sorted({*range(1, min(most, EVERY_SIZE) + 1), *larger.tolist()}):
         order = np.arange(rows)[::-1]
@@ -87,12 +87,15 @@ def _batch_sizes(model: Observable, oracle: Oracle, most: int, seed: int) -> Fin
             rows=order if rows > 1 and oracle.config.decoder_layers else None,
             **{part: getattr(case, part)[:rows] for part in ("source", "mask", "target")},
         )
-        tensors = {
-            name: tensor[:rows] if name.startswith("cross") else tensor[first.kept]
-            for name, tensor in expected.oracle.items()
-        }
-        found = observe(model, first)
-        for item in compare(first, replace(expected, oracle=tensors), found, oracle.tolerance):
+        tensors = [
+            {
+                name: tensor[:rows] if name.startswith("cross") else tensor[first.kept]
+                for name, tensor in side.items()
+            }
+            for side in sides
+        ]
+        expected, found = truth(first, *tensors, least=least), observe(model, first)
+        for item in compare(first, expected, found, oracle.tolerance):
             share = np.inf if item.fault else item.error / item.budget
             if item.tensor not in worst or share > worst[item.tensor][0]:
                 worst[item.tensor] = share, item, first
