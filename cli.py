@@ -156,8 +156,8 @@ Examples:
 def inspect(bundle_folder: Path, trusted_key: Path | None, graphs: bool, as_json: bool) -> None:
     """Show the contents of BUNDLE, after checking the hash of every file."""
     from transferry.runtime.bundle.bundle import Bundle
-    from transferry.runtime.proof.certificates.certificate import describe
     from transferry.runtime.proof.certificates.signature import load_public_key
+    from transferry.runtime.proof.certificates.stored import describe
     from transferry.runtime.tables import facts
 
     bundle = Bundle.load(bundle_folder)
@@ -171,7 +171,8 @@ def inspect(bundle_folder: Path, trusted_key: Path | None, graphs: bool, as_json
     show("" if rows else "\nno certificate; see verify --certify")
     for date, against, cell, count, signature, worth in rows:
         told = f"{date} against {against}, {count} rows, {signature}: {worth}"
-        show(facts([("certificate", told), ("", cell)]))
+        stray = [("no certificate", f"{cell} {worth}")]
+        show(facts([("certificate", told), ("", cell)] if date else stray))
 
 
 @main.command(

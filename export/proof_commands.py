@@ -158,23 +158,26 @@ def verify(bundle_folder: Path, **options: Any) -> None:
     from transferry.runtime.io.lines import some_lines
     from transferry.runtime.ort.open_model import open_model
     from transferry.runtime.ort.session import SessionOptions
-    from transferry.runtime.proof.certificates import certificate as certificates
+    from transferry.runtime.proof.certificates import stored as certificates
+    from transferry.runtime.proof.certificates.certificate import check_date
     from transferry.runtime.proof.certificates.signature import load_private_key
+    from transferry.runtime.proof.certificates.strength import STRENGTHS
 
     if checkpoint:
         read_config(checkpoint)
     texts, targets = (some_lines(path) if path else None for path in (text, target))
     if date:
-        certificates.check_date(date)
+        check_date(date)
     key = load_private_key(options["sign"]) if options["sign"] else None
     bundle, session = Bundle.load(bundle_folder), SessionOptions(**given(options, SessionOptions))
     if date:
         require_writable(bundle_folder / "certificates")
     named = options["variant"]
     variant = bundle.variant(named) if named else fastest(bundle, session)
+    # Before the work; a report may still turn out weaker.
     if date and not force:
-        strength: certificates.Strength = "run" if checkpoint else "recorded"
-        certificates.require_no_stronger(bundle, variant, session, strength, bool(key))
+        reached = STRENGTHS[-1 if checkpoint else 0]
+        certificates.require_no_stronger(bundle, variant, session, reached, bool(key))
     if checkpoint is None:
         from transferry.runtime.proof.recorded import verify_recorded
 
@@ -204,9 +207,9 @@ def verify(bundle_folder: Path, **options: Any) -> None:
                 traces=click.get_current_context().ensure_object(Traces),
                 done=show_phase,
             )
+    show_report(report, as_json=options["as_json"], verbose=options["verbose"])
     issued = (bundle, variant, session, report, date)
     certificate = certificates.certify(*issued, key=key, force=force) if date else None
-    show_report(report, as_json=options["as_json"], verbose=options["verbose"])
     files = {"page": options["page"], "junit": options["junit"]}
     write_report(report, **files, date=date, certificate=certificate)
     require_passed(report, as_json=options["as_json"])

@@ -16,19 +16,20 @@ from transferry.export.blame.cross_check import cross_checks
 from transferry.export.blame.localise import localise
 from transferry.export.checks.check import Check, Findings, claim, prove
 from transferry.export.checks.claims import (
+    RECORDED,
     default_generation,
     manifest_claims,
     recorded_claim,
     require_exported_from,
 )
 from transferry.export.checks.files import WRITTEN, written
-from transferry.export.checks.graphs import GRAPHS, Fresh, fresh_graphs, graphs_claim
+from transferry.export.checks.graphs import LEFT_OUT, Fresh, fresh_graphs, graphs_claim
 from transferry.export.checks.numbers import batch_sizes, numbers, positions
 from transferry.export.checks.scores import scores
 from transferry.export.checks.searches import Text, served_searches, whole_searches
 from transferry.export.checks.task_metrics import task_metrics
 from transferry.export.checks.texts import feeding, given_answers, readings
-from transferry.export.checks.weights import ANOTHER, weights_claim
+from transferry.export.checks.weights import ANOTHER, WEIGHTS, weights_claim
 from transferry.export.faults.self_test import self_test
 from transferry.export.oracle.cases import random_sources, source_of
 from transferry.export.oracle.effort import ALL, Effort, parameters
@@ -43,8 +44,9 @@ from transferry.runtime.decoding.generation_options import generation_options, s
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.ort.open_model import ServedModel
+from transferry.runtime.proof.certificates.strength import GRAPHS
 from transferry.runtime.proof.compare import Case, Tolerance
-from transferry.runtime.proof.report import Origin, ParityReport
+from transferry.runtime.proof.report import Claim, Origin, ParityReport
 
 SAMPLED = 4  # one row in so many is sampled and scored too: little differs from greedy search
 PLANTED_ROWS = 4  # of the searches of the self-test
@@ -209,9 +211,9 @@ class Verification:
         bundle, variant, fresh = subject.bundle, subject.variant, self.fresh
         found: list[Check] = []
         if self.request.effort.anew:
-            found.append(claim("recorded", lambda: [recorded_claim(bundle, variant, oracle)]))
-        if fresh is not None:
-            found.append(claim(GRAPHS, lambda: [graphs_claim(fresh, bundle, variant)]))
+            found.append(claim(RECORDED, lambda: [recorded_claim(bundle, variant, oracle)]))
+        found.append(claim(GRAPHS, lambda: [graphs_claim(fresh, bundle, variant)]))
+        found.append(claim("left out", self._left_out))
         found += numbers(subject, oracle, self.cases)
         found.append(batch_sizes(subject, oracle, self.batches.rows))
         if subject.decodes:
@@ -223,6 +225,13 @@ class Verification:
         if self.request.cross_check:
             found += cross_checks(oracle, subject.model, bundle)
         return found
+
+    def _left_out(self) -> list[Claim]:
+        """Returns the claims that these settings do not compare."""
+        effort, none = self.request.effort, "no text was given, and the checkpoint kept no samples"
+        made = {WEIGHTS: effort.files, RECORDED: effort.anew}
+        found = [Claim(name, skipped=LEFT_OUT) for name, compared in made.items() if not compared]
+        return [*found, *([] if self.text.sources else [Claim("answers to text", skipped=none)])]
 
     @property
     def tasks(self) -> Sequence[str]:
@@ -256,6 +265,7 @@ class Verification:
         settings = {
             **subject.describe(),
             "rows": len(request.texts),
+            "distinct_rows": len({" ".join(text.split()) for text in request.texts}),
             "batch_rows": self.batches.rows,
             "text_sha256": hashlib.sha256("\n".join(request.texts).encode()).hexdigest(),
             "tasks": list(self.tasks),
@@ -275,7 +285,7 @@ class Verification:
             found.runtimes,
             claims=found.claims,
             searches=[asdict(text.options(each)) for each in text.searches]
-            if found.decisions
+            if text.sources and subject.decodes
             else [],
             times=[*found.times.values()],
         )

@@ -31,6 +31,7 @@ from transferry.runtime.proof.compare import Case, Tolerance, Truth, compare
 from transferry.runtime.proof.recorded import RecordedSearch, Reference
 from transferry.runtime.proof.report import Claim
 
+RECORDED = "recorded answers"  # name of the claim
 MAX_LENGTH = 256  # where a run says nothing else
 # Both sides are float64: no rounding in float32 excuses it.
 EXACT = Tolerance(1.0)
@@ -98,7 +99,7 @@ def recorded_claim(bundle: Bundle, variant: Variant, oracle: Oracle) -> Claim:
     """Makes the recorded answers of a variant again, with its oracle, and compares."""
     reference = Reference.of(bundle, variant)
     problems = filter(None, _reference_problems(reference, oracle))
-    return Claim("recorded answers", next(problems, ""))
+    return Claim(RECORDED, next(problems, ""))
 
 
 def _unequal(name: str, wanted: object, found: object) -> str:

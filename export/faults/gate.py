@@ -17,11 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transferry.export.checks.check import Check, first_failure
-from transferry.export.checks.graphs import GRAPHS
 from transferry.export.checks.weights import WEIGHTS
 from transferry.export.faults.fault import Fault
 from transferry.export.subject.subject import CopiedSubject
 from transferry.runtime.errors import TransferryError
+from transferry.runtime.proof.certificates.strength import GRAPHS
 from transferry.runtime.proof.report import PlantedFault
 
 SubjectT = TypeVar("SubjectT", bound=CopiedSubject[Any])

@@ -391,7 +391,7 @@ def _margins(record: Mapping[str, Any], ties: Sequence[Mapping[str, Any]]) -> Fi
 
 
 def _absent(record: Mapping[str, Any]) -> list[str]:
-    """A line for each optional part that this report lacks."""
+    """A line for each claim that was not compared, and each optional part that is missing."""
     reasons = {
         "decisions": "Tokens: no search was run.",
         "task_metrics": "Task metrics: none was computed.",
@@ -399,4 +399,9 @@ def _absent(record: Mapping[str, Any]) -> list[str]:
         "self_test": "Self-test: no fault was planted.",
         "certificate": "Certificate: none was issued.",
     }
-    return [reason for name, reason in reasons.items() if not record.get(name)]
+    skipped = [
+        f"Claim {claim['name']}, not compared: {claim['skipped']}."
+        for claim in record.get("claims", ())
+        if claim.get("skipped")
+    ]
+    return [*skipped, *(reason for name, reason in reasons.items() if not record.get(name))]

@@ -26,6 +26,7 @@ from transferry.runtime.engine.tasks.table import TASKS, option_names
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.io.outputs import STANDARD_STREAM
 from transferry.runtime.jobs.job_options import JobOptions, RayOptions
+from transferry.runtime.proof.certificates.strength import STRENGTHS
 from transferry.runtime.settings import check_value, read_settings, shown
 
 if TYPE_CHECKING:
@@ -250,11 +251,11 @@ job_options = together(
         "--require-certificate",
         cls=PanelOption,
         panel=PROOF,
-        type=Required(["run", "recorded"]),
+        type=Required(STRENGTHS[::-1]),
         is_flag=False,
         flag_value="run",
-        help="Exit with 4 unless a certificate covers variant, settings, search and batches: run: "
-        "against the checkpoint; recorded: against the recorded answers at least.",
+        help="Exit with 4 unless a certificate covers variant, settings, search and batches, and "
+        "is at least that strong. Default strength: run.",
     ),
     TRUSTED_KEY,
     fields_as_options(RayOptions, panel=RAY),

@@ -36,7 +36,7 @@ from transferry.runtime.hardware import usable_cores
 from transferry.runtime.ort.encoder import EncoderModel
 from transferry.runtime.ort.open_model import ServedDecoder, ServedModel, open_model
 from transferry.runtime.ort.session import Few, SessionOptions
-from transferry.runtime.proof.certificates.certificate import Certificate, Strength
+from transferry.runtime.proof.certificates.certificate import Certificate
 from transferry.runtime.proof.certificates.signature import PublicKey, load_public_key
 from transferry.runtime.proof.certificates.standing import (
     require_search,
@@ -44,6 +44,7 @@ from transferry.runtime.proof.certificates.standing import (
     require_task,
     standing,
 )
+from transferry.runtime.proof.certificates.strength import STRENGTHS, Strength
 from transferry.runtime.proof.recorded import verify_recorded
 from transferry.runtime.proof.report import ParityReport
 from transferry.runtime.settings import check_value, shown
@@ -110,8 +111,8 @@ class OpenBundle:
     ) -> Self:
         """Opens a bundle.
 
-        If the bundle was verified with another CPU, GPU or version of onnxruntime, `prove` runs
-        first: by default it computes the recorded answers again.
+        If the bundle was verified with another CPU, GPU or version of onnxruntime, transferry or
+        numpy, `prove` runs first: by default it computes the recorded answers again.
 
         Args:
             folder: The bundle.
@@ -122,8 +123,9 @@ class OpenBundle:
                 threads, on CUDA one (docs/performance.md).
             batches: Limits on a batch. Default: depends on the variant.
             require_certificate: Least strength of a certificate for this way of computing: "run"
-                (or True) against the checkpoint, "recorded" against the recorded answers. Larger
-                batches than were verified are not computed, other searches refused.
+                (or True) against the checkpoint, "run without fresh graphs" against its answers
+                and weights alone, "recorded" against the recorded answers. Larger batches than
+                were verified are not computed, other searches refused.
             trusted_key: PEM file of the public key that must have signed the required certificate.
             prove: Verifies, on this machine, a bundle that was verified on another.
             special_tokens: Meaning of text that looks like a special token, such as "</s>": text,
@@ -139,6 +141,9 @@ class OpenBundle:
         if trusted_key is not None and not require_certificate:
             raise UsageError("--trusted-key has no effect without --require-certificate")
         strength = "run" if require_certificate is True else require_certificate or None
+        if strength is not None and strength not in STRENGTHS:
+            expected = ", ".join(STRENGTHS)
+            raise UsageError(Option("require_certificate"), f" must be one of {expected}")
         trusted = load_public_key(Path(trusted_key)) if trusted_key is not None else None
         bundle = Bundle.load(Path(folder))
         options = replace(options or SessionOptions(), **session)

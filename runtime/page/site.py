@@ -22,7 +22,7 @@ from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.io.documents import read_document
 from transferry.runtime.io.folders import replace_folder, staged_folder
 from transferry.runtime.io.outputs import foreign_member, require_apart, require_own
-from transferry.runtime.proof.certificates.certificate import certificates
+from transferry.runtime.proof.certificates.stored import certificates
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "js"
 # Folders of the package; the others hold its tests, the page, and npm's packages.
@@ -168,8 +168,8 @@ def certified(bundle: Bundle, variant: Variant) -> tuple[str, ...]:
     held = [one for one in certificates(bundle) if not one.changed(bundle)]
     same = [one for one in held if one.cell.variant == variant.name]
     told = [
-        f"Certificate of {one.date} against {one.against}: {one.cell}; {one.signature()}; "
-        f"{one.text.get('rows', 0)} rows."
+        f"Certificate of {one.date} against {one.compared}: {one.cell}; {one.signature()}; "
+        f"{one.rows()} rows."
         for one in same or held
     ]
     if same:

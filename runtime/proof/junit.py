@@ -15,12 +15,13 @@ _NO_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 @dataclass(frozen=True)
 class _Test:
-    """A test case: its group and name, the faults that fail it, and a note."""
+    """A test case: its group and name, the faults that fail it, a note, and why it is skipped."""
 
     group: str
     name: str
     faults: Sequence[str]
     note: str = ""
+    skipped: str = ""
 
 
 def to_junit(report: ParityReport) -> str:
@@ -39,6 +40,7 @@ def to_junit(report: ParityReport) -> str:
     root = ElementTree.Element("testsuites", {"name": "transferry verify", **counts})
     title = _text(f"transferry verify {report.bundle}")
     suite = ElementTree.SubElement(root, "testsuite", {"name": title, **counts})
+    suite.set("skipped", str(sum(bool(test.skipped) for test in tests)))
     properties = ElementTree.SubElement(suite, "properties")
     for name, value in report.settings.items():
         named = {"name": _text(name), "value": _text(setting_text(value))}
@@ -66,7 +68,9 @@ def _tests(report: ParityReport) -> Iterator[_Test]:
             note = f"{len(items)} cases, worst error {worst:.2f} times torch's own"
             yield _Test(f"tensors.{stage}", tensor, faults, note)
     for claim in report.claims:
-        yield _Test("claims", claim.name, [claim.problem] if claim.problem else [])
+        skipped = "" if claim.problem else claim.skipped
+        faults = [claim.problem] if claim.problem else []
+        yield _Test("claims", claim.name, faults, skipped=skipped)
     for decided in report.decisions:
         agreed = f"{decided.identical} of {decided.rows} rows agree token for token"
         # A search may fail without a defect in any single row.
@@ -90,6 +94,8 @@ def _add(suite: ElementTree.Element, test: _Test) -> None:
         more = f" and {len(test.faults) - 1} more" if len(test.faults) > 1 else ""
         said = {"type": "ParityError", "message": _text(test.faults[0] + more)}
         ElementTree.SubElement(case, "failure", said).text = _text("\n".join(test.faults))
+    if test.skipped:
+        ElementTree.SubElement(case, "skipped", {"message": _text(test.skipped)})
     if test.note:
         ElementTree.SubElement(case, "system-out").text = _text(test.note)
 

@@ -11,9 +11,10 @@ import numpy as np
 
 from transferry.runtime.errors import ParityError
 from transferry.runtime.io.documents import json_values
+from transferry.runtime.proof.certificates.strength import Strength, strength_of
 from transferry.runtime.proof.compare import STAGES, Comparison, Tolerance
 
-SCHEMA = 4
+SCHEMA = 5
 AGREEMENT, BLEU, PERPLEXITY = "token agreement", "sacreBLEU", "perplexity"
 CHOICES, WORST_CHOICE = "equivalent choices", "worst choice"
 # Two tokens so close, in nats, are equally good to the trained model.
@@ -264,11 +265,13 @@ class Claim:
         problem: How the two differ; empty if they do not.
         verdict: The verdict if this explains all other faults, as a clause whose subject is the
             bundle.
+        skipped: What was not compared, and why; empty if everything was.
     """
 
     name: str
     problem: str = ""
     verdict: str = ""
+    skipped: str = ""
 
 
 @dataclass(frozen=True)
@@ -394,6 +397,17 @@ class ParityReport:
             )
         return "does not answer as torch does; do not deploy it"
 
+    @property
+    def strength(self) -> Strength | None:
+        """What a certificate of this report proves; None for an audit."""
+        against, skipped = self.settings.get("against"), self.skipped
+        return None if against is None else strength_of(str(against), skipped)
+
+    @property
+    def skipped(self) -> dict[str, str]:
+        """By claim, what was not compared and why; empty where everything was."""
+        return {item.name: item.skipped for item in self.claims}
+
     def stages(self) -> list[Stage]:
         """Sums up the comparisons, in the order in which a model runs."""
         return sum_up(self.comparisons, self.tolerance)
@@ -404,8 +418,8 @@ class ParityReport:
         for name in ("decisions", "task_metrics", "self_test"):
             for item, value in zip(record[name], getattr(self, name), strict=True):
                 item["passed"] = value.passed
-        head = {"schema": SCHEMA, "passed": self.passed, "verdict": self.verdict}
-        head |= {"faults": self.faults}
+        verdict = {"passed": self.passed, "verdict": self.verdict, "strength": self.strength}
+        head = {"schema": SCHEMA, **verdict, "faults": self.faults}
         stages = [asdict(stage) for stage in self.stages()]
         whole: dict[str, Any] = json_values({**head, "stages": stages, **record})
         return whole

@@ -62,10 +62,12 @@ def _claims(report: ParityReport) -> list[str]:
     if not report.claims:
         return []
     wrong = [f"  {item.name}: {item.problem}" for item in report.claims if item.problem]
-    held = f"{len(report.claims) - len(wrong)} of {len(report.claims)}"
-    if "variant" in report.settings:
-        return [f"Manifest and files: {held} claims hold", *wrong]
-    return [f"Declarations and files: {held} claims hold", *wrong]
+    open_ones = [item for item in report.claims if item.skipped and not item.problem]
+    told = [f"{item.name}, not compared: {item.skipped}" for item in open_ones]
+    left = [wrapped(line, "  ", "    ") for line in told]
+    held = f"{len(report.claims) - len(wrong) - len(left)} of {len(report.claims)} claims hold"
+    subject = "Manifest and files" if "variant" in report.settings else "Declarations and files"
+    return [f"{subject}: {held}{f', {len(left)} not compared' if left else ''}", *wrong, *left]
 
 
 def _confidence(report: ParityReport) -> list[str]:

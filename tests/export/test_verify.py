@@ -22,7 +22,6 @@ from transferry.build_model.model.transformer import Transformer
 from transferry.build_model.train.corpus import builtin_pairs
 from transferry.build_model.train.vocabulary import train_bpe
 from transferry.export.checks.check import prove
-from transferry.export.checks.graphs import GRAPHS
 from transferry.export.checks.numbers import compare_cases
 from transferry.export.checks.texts import readings
 from transferry.export.checks.weights import WEIGHTS
@@ -37,6 +36,7 @@ from transferry.runtime.decoding.decoder import StepOutput
 from transferry.runtime.errors import InputError
 from transferry.runtime.ort.portable_decoder import PortableDecoder, PortableState
 from transferry.runtime.ort.session import SessionOptions
+from transferry.runtime.proof.certificates.strength import GRAPHS
 from transferry.runtime.proof.compare import Case, Comparison, Tolerance
 from transferry.runtime.proof.report import Decisions
 from transferry.runtime.tokenizer.byte_pair import PROMPTS, SpecialTokens

@@ -10,8 +10,8 @@ import datetime
 import hashlib
 import importlib.metadata
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Annotated, Any, Literal
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -25,27 +25,22 @@ from transferry.runtime.decoding.generation_options import (
     generation_options,
     options_of_json,
 )
-from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.errors import UsageError
 from transferry.runtime.hardware import instruction_sets
-from transferry.runtime.io.atomic import atomic_file
 from transferry.runtime.ort.cuda import cuda_compute_capability
-from transferry.runtime.ort.graph_runner import RUNTIMES
-from transferry.runtime.ort.session import SessionOptions, provider_settings, tf32
+from transferry.runtime.ort.session import SessionOptions, provider_settings
 from transferry.runtime.proof.certificates.envelope import (
-    FOLDER,
     MALFORMED,
     Envelope,
-    envelopes,
     no_certificate,
     read_statement,
-    statement,
 )
-from transferry.runtime.proof.certificates.signature import PrivateKey, PublicKey
-from transferry.runtime.proof.report import ParityReport
+from transferry.runtime.proof.certificates.strength import Strength, strength_of
 
-Strength = Literal["run", "recorded"]
 # Where 30 rows agree, up to a tenth of all rows may still be wrong (docs/parity.md).
 LEAST_ROWS = 30
+TEXT = ("rows", "distinct_rows", "text_sha256")  # settings of a report
+EARLIEST = datetime.date(2026, 1, 1)  # no bundle of this format is older
 # Fields of GenerationOptions that make no other search of one: how long, up to which text and with
 # which seed it runs decides no code path, nor do lines, a search each; scores are left out only
 # where the tokens are compared too. n_best and prefix are compared apart.
@@ -82,6 +77,13 @@ class Cell:
         settings = {k: v for k, v in provider_settings(options).items() if k != "device_id"}
         return cls(variant.name, options.provider, options.optimisation, hardware, settings)
 
+    @property
+    def file_name(self) -> str:
+        """Name of the certificate's file."""
+        settings = [f"{name}={value}" for name, value in sorted(self.settings.items())]
+        parts = [self.variant, self.provider, self.optimisation, self.hardware, *settings]
+        return ".".join(parts) + ".json"
+
     def __str__(self) -> str:
         settings = "".join(f", {name} {value}" for name, value in self.settings.items())
         return (
@@ -102,8 +104,9 @@ class Verified:
         graphs: sha256 of the variant's graphs, by name.
         against: "the run" or "the recorded answers".
         run: sha256 of the weights of the run; empty for "the recorded answers".
+        claims: What was not compared, by claim; empty where everything was.
         versions: Versions of the packages that decide the numbers.
-        text: Number and sha256 of the lines that the searches ran on.
+        text: Number, distinct number and sha256 of the lines that the searches ran on.
         batch_rows: Rows that were computed at once; no larger batch was verified.
         searches: Fields of GenerationOptions of each search.
         result: The report's tolerance, stages, searches, task metrics and self-test, in short.
@@ -117,6 +120,7 @@ class Verified:
     graphs: Mapping[str, str]
     against: str
     run: str
+    claims: Mapping[str, str]
     versions: Mapping[str, str]
     text: Mapping[str, Any]
     batch_rows: Annotated[int, Meta(ge=1)]
@@ -143,8 +147,15 @@ class Certificate(Verified):
 
     @property
     def strength(self) -> Strength:
-        """Whether torch was compared, or only its recorded answers."""
-        return _strength(self.against)
+        """What the verification proves."""
+        return strength_of(self.against, self.claims)
+
+    @property
+    def compared(self) -> str:
+        """What the bundle was compared with, for people."""
+        return {"run": "the run", "recorded": "the recorded answers"}.get(
+            self.strength, "the run without fresh graphs"
+        )
 
     def covers(self, options: GenerationOptions) -> bool:
         """Whether a search like this was verified."""
@@ -162,6 +173,7 @@ class Certificate(Verified):
             said = msgspec.convert(record, Verified)
             for item in said.searches:
                 generation_options(options_of_json(item))
+            _day(said.date)
             rest: dict[str, Any] = {"envelope": envelope, "signer": signer}
             return cls(**vars(said), manifest=files.pop(MANIFEST), files=files, **rest)
         except (*MALFORMED, UsageError) as error:
@@ -182,10 +194,24 @@ class Certificate(Verified):
     def __str__(self) -> str:
         return f"certificate of {self.date} for {self.cell}, {self.signature()}"
 
+    def rows(self) -> str:
+        """Returns the number of lines of text, and of different ones where lines repeat."""
+        rows = self.text.get("rows", 0)
+        distinct = self.text.get("distinct_rows", rows)
+        return str(rows) if distinct == rows else f"{rows} ({distinct} different)"
+
+    def holds(self) -> str:
+        """Says that the certificate holds, what was not compared, and an impossible date."""
+        skipped = [f"{name} ({reason})" for name, reason in self.claims.items() if reason]
+        told = [f"not compared: {', '.join(skipped)}"] if skipped else []
+        told += ["dated in the future"] if _day(self.date) > _tomorrow() else []
+        return "; ".join(["holds", *told])
+
     def summary(self) -> dict[str, str]:
         """Returns the facts that identify the certificate, for a page."""
         return {
             "date": self.date,
+            "strength": self.strength,
             "cell": str(self.cell),
             "sha256": self.sha256(),
             "signature": self.signature(),
@@ -202,166 +228,37 @@ class Certificate(Verified):
         variant = bundle.manifest.variants.get(self.cell.variant)
         if variant is None:
             return f"the bundle has no variant {self.cell.variant}"
-        if self.graphs != _graphs(bundle, variant):
+        if self.graphs != graphs_of(bundle, variant):
             return f"its graphs are not those of variant {variant.name}"
         if self.manifest != bundle.sha256:
             return f"{MANIFEST} is not the one that was verified"
+        if variant.cache is not None and not self.searches:
+            return "it covers no search, and the model generates"
         return ""
-
-
-def _strength(against: str) -> Strength:
-    return "run" if against == "the run" else "recorded"
-
-
-def require_no_stronger(
-    bundle: Bundle, variant: Variant, options: SessionOptions, strength: Strength, signed: bool
-) -> None:
-    """Refuses to replace a certificate against the run, or a signed one, by a weaker one.
-
-    Raises:
-        UsageError: A stronger certificate of this cell holds.
-        InputError: A certificate cannot be read.
-    """
-    cell = Cell.of(variant, options)
-    for one in certificates(bundle):
-        if one.cell != cell or one.changed(bundle):
-            continue
-        if one.strength == "run" != strength:
-            raise UsageError(
-                f"the certificate of {one.date} is against the checkpoint, and the new one against "
-                "the recorded answers is weaker: give --checkpoint, or --force to replace it"
-            )
-        if one.envelope.signatures and not signed:
-            raise UsageError(
-                f"the certificate of {one.date} is signed, and the new one is not: give --sign, "
-                "or --force to replace it"
-            )
-
-
-def certify(
-    bundle: Bundle,
-    variant: Variant,
-    options: SessionOptions,
-    report: ParityReport,
-    date: str,
-    *,
-    key: PrivateKey | None = None,
-    force: bool = False,
-) -> Certificate | None:
-    """Writes the certificate of a report into the bundle; removes it if the report failed.
-
-    Args:
-        bundle: The bundle.
-        variant: The variant that was verified.
-        options: How it was opened.
-        report: The result.
-        date: Date of the verification, YYYY-MM-DD.
-        key: Key that signs the certificate. Default: it is unsigned.
-        force: Overwrite a stronger certificate, or certify fewer than `LEAST_ROWS` rows.
-
-    Raises:
-        UsageError: The date is not a date, the text has too few rows, or a stronger certificate
-            holds.
-        InputError: The bundle cannot be written.
-    """
-    check_date(date)
-    if report.passed and not force:
-        _require_rows(report)
-        strength = _strength(str(report.settings["against"]))
-        require_no_stronger(bundle, variant, options, strength, key is not None)
-    path = bundle.folder / FOLDER / _file_name(Cell.of(variant, options))
-    if path.parent.is_symlink():
-        raise InputError(
-            f"{path.parent} is a link, and no certificate leaves the bundle; remove it"
-        )
-    try:
-        if not report.passed:
-            path.unlink(missing_ok=True)
-            return None
-        path.parent.mkdir(exist_ok=True)
-    except OSError as error:
-        raise InputError(
-            f"{path}: cannot be written: {error.strerror}; make the bundle writable, or verify a "
-            "copy of it"
-        ) from error
-    verified = _verified(bundle, variant, options, report, date)
-    files = {name: entry.sha256 for name, entry in bundle.manifest.files.items()}
-    files[MANIFEST] = bundle.sha256
-    envelope = Envelope.seal(statement(files, asdict(verified)), key)
-    with atomic_file(path) as file:
-        file.write(envelope.content)
-    return Certificate.of(envelope, str(path), key.public.key_id if key else "")
-
-
-def _verified(
-    bundle: Bundle, variant: Variant, options: SessionOptions, report: ParityReport, date: str
-) -> Verified:
-    return Verified(
-        Cell.of(variant, options),
-        options.threads,
-        tf32(options),
-        date,
-        _graphs(bundle, variant),
-        str(report.settings["against"]),
-        str(report.settings.get("run_sha256", "")),
-        _versions(report),
-        {k: report.settings[k] for k in ("rows", "text_sha256") if k in report.settings},
-        int(report.settings["batch_rows"]),
-        [dict(item) for item in report.searches],
-        _summary(report),
-        list(report.settings.get("tasks", ())),
-    )
-
-
-def _summary(report: ParityReport) -> dict[str, Any]:
-    """Returns the report's tolerance and results, with counts in place of lists."""
-    record = report.to_dict()
-    return {
-        **{name: record[name] for name in ("tolerance", "stages")},
-        "decisions": [
-            {**item, **{name: len(item[name]) for name in ("ties", "tolerated", "defects")}}
-            for item in record["decisions"]
-        ],
-        "task_metrics": record["task_metrics"],
-        "self_test": {
-            "planted": len(report.self_test),
-            "change_an_answer": sum(item.changes_answer for item in report.self_test),
-            "caught": sum(bool(item.caught_by) for item in report.self_test),
-        },
-    }
 
 
 def check_date(date: str) -> None:
     """Raises UsageError unless this is a date as YYYY-MM-DD, tomorrow's at the latest."""
-    try:
-        day = datetime.date.fromisoformat(date)
-    except ValueError as error:
-        raise UsageError(f"expected a date as YYYY-MM-DD, found {date!r} ({error})") from error
-    # Tomorrow: somewhere on earth it has begun.
-    latest = datetime.datetime.now(datetime.UTC).date() + datetime.timedelta(days=1)
-    if day > latest:
+    if _day(date) > _tomorrow():
         raise UsageError(
             f"expected the date of the verification, found {date}, which is in the future"
         )
 
 
-def _require_rows(report: ParityReport) -> None:
-    """Raises UsageError for fewer rows of text than `LEAST_ROWS`."""
-    rows = int(report.settings.get("rows", LEAST_ROWS))
-    if rows < LEAST_ROWS:
-        raise UsageError(
-            f"expected at least {LEAST_ROWS} rows of text for a certificate, found {rows}: give "
-            "--text with more, or --force to certify fewer"
-        )
+def _tomorrow() -> datetime.date:
+    """Returns the latest date: somewhere on earth tomorrow has begun."""
+    return datetime.datetime.now(datetime.UTC).date() + datetime.timedelta(days=1)
 
 
-def certificates(bundle: Bundle) -> list[Certificate]:
-    """Returns all certificates of a bundle, in the order of their names.
-
-    Raises:
-        InputError: One of them cannot be read.
-    """
-    return [Certificate.of(envelope, str(path)) for path, envelope in envelopes(bundle.folder)]
+def _day(date: str) -> datetime.date:
+    """Parses a date; raises UsageError for anything else, and before there were bundles."""
+    try:
+        day = datetime.date.fromisoformat(date)
+    except ValueError as error:
+        raise UsageError(f"expected a date as YYYY-MM-DD, found {date!r} ({error})") from error
+    if day < EARLIEST:
+        raise UsageError(f"expected the date of the verification, found {date}, before any bundle")
+    return day
 
 
 def search_kind(options: GenerationOptions) -> dict[str, Any]:
@@ -372,41 +269,12 @@ def search_kind(options: GenerationOptions) -> dict[str, Any]:
     return {**fields, "prefix": bool(options.prefix)}
 
 
-def describe(
-    bundle: Bundle, trusted: PublicKey | None = None
-) -> Sequence[tuple[str, str, str, str, str, str]]:
-    """Returns date, reference, cell, rows, signature and validity of each certificate.
-
-    Args:
-        bundle: The bundle.
-        trusted: Key that must have signed them. Default: no signature is checked.
-    """
-    found = []
-    for each in certificates(bundle):
-        refusal = each.envelope.refusal(trusted) if trusted else ""
-        one = replace(each, signer=trusted.key_id) if trusted and not refusal else each
-        signature, rows = refusal or one.signature(), str(one.text.get("rows", 0))
-        worth = "refused" if refusal else one.changed(bundle) or "holds"
-        found.append((one.date, one.against, str(one.cell), rows, signature, worth))
-    return found
-
-
-def _file_name(cell: Cell) -> str:
-    settings = [f"{name}={value}" for name, value in sorted(cell.settings.items())]
-    parts = [cell.variant, cell.provider, cell.optimisation, cell.hardware, *settings]
-    return ".".join(parts) + ".json"
-
-
-def _graphs(bundle: Bundle, variant: Variant) -> dict[str, str]:
+def graphs_of(bundle: Bundle, variant: Variant) -> dict[str, str]:
+    """Returns the sha256 of a variant's graphs, by name."""
     files = bundle.manifest.files
     return {name: files[graph.file].sha256 for name, graph in variant.graphs.items()}
 
 
-def _versions(report: ParityReport) -> dict[str, str]:
-    settings = report.settings
-    return {
-        "transferry": importlib.metadata.version("transferry"),
-        "onnxruntime": RUNTIMES["onnxruntime"].version(),
-        "numpy": np.__version__,
-        **{name: str(settings[name]) for name in (*RUNTIMES, "torch", "onnx") if name in settings},
-    }
+def own_versions() -> dict[str, str]:
+    """Returns the versions that decide search, cache and screening, whatever runs the graphs."""
+    return {"transferry": importlib.metadata.version("transferry"), "numpy": np.__version__}

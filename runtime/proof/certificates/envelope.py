@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -33,7 +33,7 @@ from transferry.runtime.io.whole import read_at_most
 from transferry.runtime.proof.certificates.signature import PrivateKey, PublicKey
 
 FOLDER = "certificates"
-FORMAT = 4
+FORMAT = 5
 MEDIA_TYPE = "application/vnd.dev.sigstore.bundle.v0.3+json"
 PayloadType = Literal["application/vnd.in-toto+json"]
 PAYLOAD_TYPE: PayloadType = "application/vnd.in-toto+json"
@@ -128,20 +128,25 @@ def pae(payload: bytes) -> bytes:
     return f"DSSEv1 {len(PAYLOAD_TYPE)} {PAYLOAD_TYPE} {len(payload)} ".encode() + payload
 
 
-def envelopes(bundle: Path) -> Iterator[tuple[Path, Envelope]]:
-    """Yields path and envelope of a bundle's certificates by name; their payloads stay unread.
+def names(bundle: Path) -> list[str]:
+    """Returns the names of all files in the folder of a bundle's certificates, sorted."""
+    folder = bundle / FOLDER
+    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+
+
+def read_envelope(bundle: Path, name: str) -> Envelope:
+    """Returns the envelope of a certificate by file name; its payload stays unread.
 
     Raises:
-        InputError: A certificate cannot be read.
+        InputError: It cannot be read.
     """
-    for path in sorted((bundle / FOLDER).glob("*.json")):
-        with open_inside(bundle, f"{FOLDER}/{path.name}") as file:
-            content = read_at_most(file, MOST_JSON, path)
-        try:
-            envelope = Envelope.parse(content)
-        except MALFORMED as error:
-            raise no_certificate(str(path), error) from error
-        yield path, envelope
+    path = bundle / FOLDER / name
+    with open_inside(bundle, f"{FOLDER}/{name}") as file:
+        content = read_at_most(file, MOST_JSON, path)
+    try:
+        return Envelope.parse(content)
+    except MALFORMED as error:
+        raise no_certificate(str(path), error) from error
 
 
 def no_certificate(origin: str, error: Exception) -> InputError:

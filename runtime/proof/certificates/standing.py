@@ -14,11 +14,15 @@ from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.proof.certificates.certificate import (
     Cell,
     Certificate,
-    Strength,
+    own_versions,
     search_kind,
 )
-from transferry.runtime.proof.certificates.envelope import FOLDER, envelopes
+from transferry.runtime.proof.certificates.envelope import FOLDER
 from transferry.runtime.proof.certificates.signature import PublicKey
+from transferry.runtime.proof.certificates.stored import read_certificates
+from transferry.runtime.proof.certificates.strength import GRAPHS, STRENGTHS, Strength
+
+Status = Literal["verified", "elsewhere", "none"]
 
 
 @dataclass(frozen=True)
@@ -27,14 +31,19 @@ class Standing:
 
     Attributes:
         status: "verified": this cell, these bytes. "elsewhere": the same but for the hardware, the
-            threads or the version of onnxruntime. "none": neither.
+            threads or version of onnxruntime, transferry or numpy. "none": neither.
         certificate: The certificate that applies, if any.
         reason: Why the status is not "verified"; empty if it is.
     """
 
-    status: Literal["verified", "elsewhere", "none"]
+    status: Status
     certificate: Certificate | None
     reason: str = ""
+
+    @property
+    def rank(self) -> int:
+        """Place of the certificate's strength in `STRENGTHS`; -1 without one."""
+        return -1 if self.certificate is None else STRENGTHS.index(self.certificate.strength)
 
     def cite(self) -> str:
         """Returns a line that cites the certificate beside a result."""
@@ -43,7 +52,7 @@ class Standing:
         one = self.certificate
         where = f"; here {self.reason}" if self.reason else ""
         return (
-            f"of {one.date} against {one.against}, {one.cell}, sha256 {one.sha256()}, "
+            f"of {one.date} against {one.compared}, {one.cell}, sha256 {one.sha256()}, "
             f"{one.signature()}{where}"
         )
 
@@ -60,17 +69,17 @@ def standing(
         trusted: Key that must have signed the certificate; others are not even parsed.
 
     Raises:
-        InputError: A certificate cannot be read.
+        InputError: The certificate of this way of computing cannot be read.
     """
     cell = Cell.of(variant, options)
-    versions = {options.runtime: runtime_of(options).version()}.items()
+    # Search, cache and screening are transferry's and numpy's.
+    here = {options.runtime: runtime_of(options).version(), **own_versions()}
     reasons = []
-    elsewhere: list[Standing] = []
-    for path, envelope in envelopes(bundle.folder):
-        if trusted is not None and (refusal := envelope.refusal(trusted)):
-            reasons.append(f"{FOLDER}/{path.name} {refusal}")
+    found: list[Standing] = []
+    for name, certificate in read_certificates(bundle, cell, trusted):
+        if isinstance(certificate, str):
+            reasons.append(f"{FOLDER}/{name} {certificate}")
             continue
-        certificate = Certificate.of(envelope, str(path), trusted.key_id if trusted else "")
         if replace(certificate.cell, hardware=cell.hardware) != cell:
             continue
         if changed := certificate.changed(bundle):
@@ -79,17 +88,16 @@ def standing(
         compared = (
             ("hardware", cell.hardware, certificate.cell.hardware),
             ("threads", options.threads, certificate.threads),
-            *((name, used, certificate.versions.get(name)) for name, used in versions),
+            *((name, used, certificate.versions.get(name)) for name, used in here.items()),
         )
         differences = [
             f"{name} {one}, not {other}" for name, one, other in compared if one != other
         ]
-        if not differences:
-            return Standing("verified", certificate)
-        elsewhere.append(Standing("elsewhere", certificate, "; ".join(differences)))
-    if elsewhere:
-        # Those against the run first.
-        return min(elsewhere, key=lambda one: getattr(one.certificate, "strength", "") != "run")
+        status: Status = "elsewhere" if differences else "verified"
+        found.append(Standing(status, certificate, "; ".join(differences)))
+    if found:
+        # Those of this machine first, then the strongest.
+        return max(found, key=lambda one: (one.status == "verified", one.rank))
     return Standing("none", None, "; ".join(reasons) or f"nothing was verified for {cell}")
 
 
@@ -101,15 +109,18 @@ def require_standing(
     Args:
         found: The standing of the session.
         bundle: The bundle.
-        strength: What the certificate must be against.
+        strength: Least strength of the certificate.
         signed: Whether it had to be signed; the message then says how to sign.
 
     Raises:
         ParityError: No certificate of this strength covers the session.
     """
     reason, certificate = found.reason, found.certificate
-    if certificate is not None and strength == "run" != certificate.strength:
-        reason, certificate = "this session was verified against the recorded answers alone", None
+    if certificate is not None and found.rank < STRENGTHS.index(strength):
+        graphs = certificate.claims.get(GRAPHS, "") if certificate.strength != "recorded" else ""
+        why = f" ({graphs})" if graphs else ""
+        reason = f"this session was verified against {certificate.compared} alone{why}"
+        certificate = None
     if certificate is None:
         raise ParityError(
             f"{bundle.folder} has no certificate that holds here: {reason}. Verify it: "

@@ -17,6 +17,11 @@ from transferry.export.checks.graphs import fresh_graphs, graphs_claim
 from transferry.export.rewrite.calibration import Calibration
 from transferry.export.trace.graph import Graph
 from transferry.runtime.bundle.bundle import Bundle
+from transferry.runtime.proof.certificates.strength import GRAPHS, strength_of
+from transferry.runtime.proof.compare import Tolerance
+from transferry.runtime.proof.junit import to_junit
+from transferry.runtime.proof.report import ParityReport
+from transferry.runtime.proof.views import report_text
 
 NAME = "cpu-int8"
 
@@ -296,12 +301,30 @@ def test_the_graphs_that_export_writes_pass_and_a_missing_one_is_named(
     assert problem.startswith("expected ")
 
 
-@pytest.mark.parametrize(("torch", "compared"), [("1.0", False), ("{}+cu130", True)])
-def test_graphs_of_other_versions_are_not_compared(
-    calm: Checkpoint, all_variants: Bundle, torch: str, compared: bool
+@pytest.mark.parametrize(
+    ("name", "version", "compared"),
+    [
+        *(("torch", "{}+cu130", True), ("torch", "1.0", False), ("torch", "", False)),
+        *((name, "1.0", False) for name in ("transferry", "onnx", "onnxscript")),
+    ],
+)
+def test_graphs_of_other_versions_are_not_compared_and_the_report_says_so(
+    calm: Checkpoint, all_variants: Bundle, name: str, version: str, compared: bool
 ) -> None:
     """A build of the same version for other devices is no other version."""
     own = all_variants.manifest.versions
-    versions = {**own, "torch": torch.format(own["torch"].partition("+")[0])}
+    versions = {**own, name: version.format(own[name].partition("+")[0])}
     manifest = dataclasses.replace(all_variants.manifest, versions=versions)
-    assert bool(anew(calm, dataclasses.replace(all_variants, manifest=manifest))) is compared
+    other = dataclasses.replace(all_variants, manifest=manifest)
+    fresh = anew(calm, other) or None
+    claim = graphs_claim(fresh, other, other.variant(NAME))
+    assert (bool(fresh), claim.problem) == (compared, "")
+    strength = strength_of("the run", {GRAPHS: claim.skipped})
+    if compared:
+        assert (claim.skipped, strength) == ("", "run")
+        return
+    assert f"exported with {name} {versions[name]}, here is " in claim.skipped
+    assert strength == "run without fresh graphs"
+    report = ParityReport("bundle", {"variant": NAME}, Tolerance(), [], claims=[claim])
+    assert f"0 of 1 claims hold, 1 not compared\n  {GRAPHS}, not compared" in report_text(report)
+    assert '<skipped message="the bundle was exported with' in to_junit(report)

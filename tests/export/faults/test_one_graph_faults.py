@@ -7,7 +7,6 @@ import pytest
 
 from tests.export.faults.bundles import Side, bundle_test, self_tested, side_of
 from transferry.build_model.checkpoint import load_samples
-from transferry.export.checks.graphs import GRAPHS
 from transferry.export.checks.weights import WEIGHTS
 from transferry.export.faults import self_test as module
 from transferry.export.faults.fault import Fault
@@ -15,6 +14,7 @@ from transferry.export.faults.one_graph_faults import one_graph_faults
 from transferry.export.faults.self_test import BundleTest
 from transferry.export.subject.bundle_copy import BundleCopy
 from transferry.runtime.bundle.specs import ANSWERS
+from transferry.runtime.proof.certificates.strength import GRAPHS
 from transferry.runtime.proof.compare import Tolerance
 from transferry.runtime.proof.report import Claim
 

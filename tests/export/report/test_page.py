@@ -405,7 +405,7 @@ def test_many_failures_are_cut_and_the_rest_is_counted() -> None:
 
 
 def test_records_that_are_no_reports_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="of schema 4, found schema 1; verify again"):
+    with pytest.raises(InputError, match="of schema 5, found schema 1; verify again"):
         render_page({**passed().to_dict(), "schema": 1})
     good, bad = tmp_path / "good.json", tmp_path / "bad.json"
     good.write_text(json.dumps(passed().to_dict()))

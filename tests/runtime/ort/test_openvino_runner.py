@@ -26,8 +26,9 @@ from transferry.runtime.ort.open_model import open_model
 from transferry.runtime.ort.openvino_runner import compiled_in_float32
 from transferry.runtime.ort.portable_decoder import PortableDecoder
 from transferry.runtime.ort.session import SessionOptions
-from transferry.runtime.proof.certificates.certificate import Cell, certify
+from transferry.runtime.proof.certificates.certificate import Cell
 from transferry.runtime.proof.certificates.standing import standing
+from transferry.runtime.proof.certificates.stored import certify
 from transferry.runtime.proof.recorded import verify_recorded
 
 TEXTS = ["a man in a red shirt", "two dogs", "the quick brown fox runs over the field"]

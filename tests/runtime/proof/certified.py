@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +11,31 @@ from transferry.runtime.bundle.manifest import MANIFEST
 from transferry.runtime.bundle.specs import IN_PLACE, CacheSpec
 from transferry.runtime.io.whole import sha256
 from transferry.runtime.ort.session import SessionOptions
-from transferry.runtime.proof.certificates.certificate import Certificate, certify
+from transferry.runtime.proof.certificates.certificate import Certificate
 from transferry.runtime.proof.certificates.envelope import FOLDER
 from transferry.runtime.proof.certificates.signature import load_private_key
+from transferry.runtime.proof.certificates.stored import certify
+from transferry.runtime.proof.certificates.strength import GRAPHS
 from transferry.runtime.proof.compare import Comparison, Tolerance
-from transferry.runtime.proof.report import ParityReport
+from transferry.runtime.proof.report import Claim, ParityReport
 
 DATE = "2026-11-21"
 PRECISIONS = {"fp32": "float32", "int8": "int8", "fp16": "float16"}
 
 
-def a_report(against: str = "the run", fault: str = "") -> ParityReport:
+def a_report(
+    against: str = "the run",
+    fault: str = "",
+    *,
+    claims: Mapping[str, str] = {GRAPHS: ""},
+    searches: Sequence[Any] = ({"beam": 1}, {"beam": 4, "n_best": 4}),
+    settings: Mapping[str, Any] = {},
+) -> ParityReport:
     tensor = Comparison("case", "logits", "text", 1e-8, 1e-7, 1e-6, fault)
-    settings = {"against": against, "batch_rows": 64, "tasks": ["generate", "score"]}
-    return ParityReport("bundle", settings, Tolerance(), [tensor])
+    own = {"against": against, "batch_rows": 64, "tasks": ["generate", "score"]}
+    made = [Claim(name, skipped=reason) for name, reason in claims.items()]
+    given = "bundle", own | dict(settings), Tolerance(), [tensor]
+    return ParityReport(*given, claims=made, searches=searches)
 
 
 def certified(
@@ -31,13 +43,14 @@ def certified(
     variant: str | None = None,
     sign: Path | None = None,
     against: str = "the run",
-    **more: Any,
+    force: bool = False,
+    **report: Any,
 ) -> Certificate:
     """Writes the certificate of a report that passed."""
     bundle = Bundle.load(bundle) if isinstance(bundle, Path) else bundle
     key = load_private_key(sign) if sign else None
-    given = bundle, bundle.variant(variant), SessionOptions(), a_report(against), DATE
-    found = certify(*given, key=key, **more)
+    given = bundle, bundle.variant(variant), SessionOptions(), a_report(against, **report), DATE
+    found = certify(*given, key=key, force=force)
     assert found is not None
     return found
 

@@ -31,16 +31,13 @@ from transferry.runtime.io.whole import sha256
 from transferry.runtime.ort.open_model import open_model
 from transferry.runtime.ort.session import Provider, SessionOptions
 from transferry.runtime.proof.certificates import certificate as certificate_module
-from transferry.runtime.proof.certificates.certificate import (
-    Certificate,
-    Strength,
-    certificates,
-    certify,
-    describe,
-)
+from transferry.runtime.proof.certificates.certificate import Cell, Certificate
 from transferry.runtime.proof.certificates.envelope import FOLDER, REPORT, Envelope
 from transferry.runtime.proof.certificates.standing import require_standing, standing
+from transferry.runtime.proof.certificates.stored import certificates, certify, describe
+from transferry.runtime.proof.certificates.strength import GRAPHS, STRENGTHS, Strength
 from transferry.runtime.proof.recorded import verify_recorded
+from transferry.runtime.proof.report import Claim
 
 NO_CERTIFICATE = r"json is not a certificate.*verify the bundle again"
 
@@ -220,10 +217,15 @@ def test_another_processor_that_answers_otherwise_is_refused(
 
 def test_other_threads_and_another_onnxruntime_are_named(folder: Path) -> None:
     assert status(folder, threads=2) == ("elsewhere", "threads 2, not 1")
-    rewrite(file_of(folder), versions={"onnxruntime": "1.0"})
-    found, reason = status(folder)
-    assert found == "elsewhere"
-    assert reason.endswith("not 1.0")
+    (certificate,) = certificates(Bundle.load(folder))
+    for name in ("onnxruntime", "transferry", "numpy"):
+        rewrite(file_of(folder), versions={**certificate.versions, name: "1.0"})
+        found, reason = status(folder)
+        assert (found, reason[-8:]) == ("elsewhere", " not 1.0")
+        assert reason.startswith(name)
+    # The record is computed first.
+    cited = Engine.load(folder, require_certificate="recorded").certificate
+    assert cited.endswith("; the recorded answers came out here too")
 
 
 def test_a_failed_report_withdraws_the_certificate(folder: Path) -> None:
@@ -237,7 +239,7 @@ def against_the_run(folder: Path, **session: Any) -> Certificate | None:
     bundle, options = Bundle.load(folder), SessionOptions(**session)
     report = verify_recorded(bundle, open_model(bundle, bundle.variant(), options))
     settings = {**report.settings, "against": "the run", "batch_rows": 32}
-    report = dataclasses.replace(report, settings=settings)
+    report = dataclasses.replace(report, settings=settings, claims=[Claim(GRAPHS)])
     return certify(bundle, bundle.variant(), options, report, DATE)
 
 
@@ -247,14 +249,47 @@ def test_the_recorded_answers_are_weaker_than_the_run(folder: Path) -> None:
         with pytest.raises(ParityError, match=r"against the recorded answers alone.*--checkpoint"):
             Engine.load(folder, require_certificate=strength)
     against_the_run(folder)
-    for strength in (*strengths, "recorded"):
+    for strength in (*strengths, *STRENGTHS):
         Engine.load(folder, require_certificate=strength)
+    with pytest.raises(UsageError, match="must be one of recorded, run without fresh graphs, run"):
+        Engine.load(folder, require_certificate="any")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("claims", [{GRAPHS: "exported with torch 1.0"}, {}])
+def test_a_claim_that_was_not_made_lowers_the_strength(
+    folder: Path, claims: dict[str, str]
+) -> None:
+    """Or that somebody left out of the certificate."""
+    against_the_run(folder)
+    with pytest.raises(UsageError, match=r"is against the run, and the new one is weaker \(run wi"):
+        certified(folder, claims=claims)
+    rewrite(file_of(folder), claims=claims)
+    (found,) = certificates(Bundle.load(folder))
+    assert found.strength == "run without fresh graphs"
+    weaker: tuple[Strength, ...] = ("run without fresh graphs", "recorded")
+    for strength in weaker:
+        cited = Engine.load(folder, require_certificate=strength).certificate
+        assert f"of {DATE} against the run without fresh graphs, variant" in cited
+    named = claims.get(GRAPHS, "")
+    with pytest.raises(ParityError, match=f"against the run without fresh graphs alone.*{named}"):
+        Engine.load(folder, require_certificate=True)
+    row = describe(Bundle.load(folder))[0]
+    told = f"; not compared: graphs ({named})" if named else ""
+    assert (row[1], row[-1]) == ("the run without fresh graphs", f"holds{told}")
+
+
+def test_the_strongest_certificate_of_a_session_counts(folder: Path) -> None:
+    weak = file_of(folder).read_bytes()
+    against_the_run(folder)
+    for name in ("a.json", "z.json"):
+        (folder / FOLDER / name).write_bytes(weak)
+    assert Engine.load(folder, require_certificate=True)
 
 
 def test_a_weaker_certificate_replaces_no_stronger_one(folder: Path) -> None:
     against_the_run(folder)
     before = file_of(folder).read_bytes()
-    with pytest.raises(UsageError, match="is weaker: give --checkpoint, or --force"):
+    with pytest.raises(UsageError, match=r"is weaker \(recorded\): give --checkpoint, or --force"):
         verified(folder)
     assert file_of(folder).read_bytes() == before
     assert verified(folder, threads=2, force=True).strength == "recorded"
@@ -358,7 +393,10 @@ def test_a_date_is_a_date_of_the_past(plain: Path, date: str, message: str) -> N
         ("searches", 3),
         ("batch_rows", 0),
         ("batch_rows", "64"),
-        ("format", 5),
+        ("format", 4),
+        ("date", "9999"),
+        ("date", "1970-01-01"),
+        ("claims", ["graphs"]),
         ("verdict", "no such field"),
     ],
 )
@@ -378,10 +416,43 @@ def test_a_certificate_of_no_search_is_named(folder: Path, name: str, value: Any
 )
 def test_what_is_no_certificate_is_named(plain: Path, text: str) -> None:
     (plain / FOLDER).mkdir()
-    (plain / FOLDER / "x.json").write_text(text, encoding="utf-8")
+    name = Cell.of(Bundle.load(plain).variant(), SessionOptions()).file_name
+    (plain / FOLDER / name).write_text(text, encoding="utf-8")
     with pytest.raises(InputError, match=NO_CERTIFICATE) as found:
         Engine.load(plain)
-    assert ('"format": 3' in text) == ("format 3, expected 4" in str(found.value))
+    assert ('"format": 3' in text) == ("format 3, expected 5" in str(found.value))
+
+
+def test_a_stray_file_among_certificates_stops_nothing_and_is_told(folder: Path) -> None:
+    strays = {".DS_Store": "x", "notes.txt": "x", "other.json": "{", "x.json": "{}"}
+    for name, text in strays.items():
+        (folder / FOLDER / name).write_text(text, encoding="utf-8")
+    (folder / FOLDER / "dir.json").mkdir()
+    assert Engine.load(folder, require_certificate="recorded")
+    verified(folder)
+    told = {row[2]: row[-1] for row in describe(Bundle.load(folder)) if not row[0]}
+    assert told.keys() == {*strays, "dir.json"}
+    assert told["notes.txt"] == told[".DS_Store"] == "is no certificate"
+    assert "is not a certificate" in told["x.json"]
+    own = Cell.of(Bundle.load(folder).variant(), SessionOptions())
+    (folder / FOLDER / own.file_name).unlink()
+    assert "certificates/other.json cannot be read" in Engine.load(folder).certificate
+
+
+def test_a_certificate_of_no_search_covers_no_decoder(folder: Path) -> None:
+    rewrite(file_of(folder), searches=[])
+    assert status(folder) == ("none", f"of {DATE}: it covers no search, and the model generates")
+    with pytest.raises(ParityError, match="covers no search"):
+        Engine.load(folder, require_certificate="recorded")
+    with pytest.raises(UsageError, match="no search was verified"):
+        certified(folder, searches=[], force=True)
+
+
+def test_equal_lines_count_once(folder: Path) -> None:
+    with pytest.raises(UsageError, match=r"30 different rows.*found 1 among 30"):
+        certified(folder, settings={"rows": 30, "distinct_rows": 1}, force=False)
+    certified(folder, settings={"rows": 31, "distinct_rows": 30}, force=True)
+    assert describe(Bundle.load(folder))[0][3] == "31 (30 different)"
 
 
 def chosen(bundle: Bundle, provider: Provider = "cpu") -> str:

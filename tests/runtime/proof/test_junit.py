@@ -169,7 +169,8 @@ def test_only_what_the_common_schema_knows_is_written() -> None:
     root = ElementTree.fromstring(to_junit(report))
     attributes = {
         "testsuites": {"name", "tests", "failures", "errors"},
-        "testsuite": {"name", "tests", "failures", "errors"},
+        "testsuite": {"name", "tests", "failures", "errors", "skipped"},
+        "skipped": {"message"},
         "properties": set(),
         "property": {"name", "value"},
         "testcase": {"classname", "name", "time"},

@@ -25,13 +25,10 @@ from transferry.runtime.errors import InputError, ParityError, UsageError
 from transferry.runtime.io.whole import sha256
 from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.proof.certificates import certificate as certificate_module
-from transferry.runtime.proof.certificates.certificate import (
-    certificates,
-    describe,
-)
 from transferry.runtime.proof.certificates.envelope import FOLDER, Envelope
 from transferry.runtime.proof.certificates.signature import load_public_key
 from transferry.runtime.proof.certificates.standing import standing
+from transferry.runtime.proof.certificates.stored import certificates, describe
 from transferry.runtime.proof.report import ParityReport
 
 Keys = tuple[Path, Path]
