@@ -16,7 +16,6 @@ from transferry.export.blame.cross_check import cross_checks
 from transferry.export.blame.localise import localise
 from transferry.export.checks.check import Check, Findings, claim, prove
 from transferry.export.checks.claims import (
-    RECORDED,
     default_generation,
     manifest_claims,
     recorded_claim,
@@ -46,6 +45,7 @@ from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.ort.open_model import ServedModel
 from transferry.runtime.proof.certificates.strength import GRAPHS
 from transferry.runtime.proof.compare import Case, Tolerance
+from transferry.runtime.proof.recorded import RECORDED
 from transferry.runtime.proof.report import Claim, Origin, ParityReport
 
 SAMPLED = 4  # one row in so many is sampled and scored too: little differs from greedy search

@@ -6,18 +6,27 @@ and both sides of a comparison read them: without the checkpoint, a wrong one wo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, fields, replace
 from itertools import chain
+from pathlib import PurePosixPath
 from typing import Any
+
+import numpy as np
 
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.build_model.checkpoint_folder import CONFIG
 from transferry.build_model.model.config import ModelConfig
+from transferry.export.oracle.cases import recorded_cases
+from transferry.export.oracle.effort import recorded_count, recorded_length
 from transferry.export.oracle.oracle import Oracle
+from transferry.export.oracle.searches import RECORDED as RECORDED_SEARCHES
+from transferry.export.oracle.searches import search_settings
 from transferry.export.recipes import RECIPES
+from transferry.export.rewrite.calibration import CALIBRATION
 from transferry.export.rewrite.kv_scales import has_int8_cache
 from transferry.runtime.bundle.bundle import Bundle
+from transferry.runtime.bundle.manifest import MANIFEST
 from transferry.runtime.bundle.specs import Variant
 from transferry.runtime.decoding.generation_options import (
     GenerationOptions,
@@ -26,13 +35,16 @@ from transferry.runtime.decoding.generation_options import (
 )
 from transferry.runtime.decoding.search import search
 from transferry.runtime.errors import InputError, TransferryError, UsageError
+from transferry.runtime.ort.external_files import external_files
 from transferry.runtime.precision import FLOAT32
+from transferry.runtime.proof.certificates.envelope import FOLDER
 from transferry.runtime.proof.compare import Case, Tolerance, Truth, compare
-from transferry.runtime.proof.recorded import RecordedSearch, Reference
+from transferry.runtime.proof.recorded import RECORDED, RecordedSearch, Reference
 from transferry.runtime.proof.report import Claim
+from transferry.runtime.tokenizer.special_tokens import SETTINGS_FILE
 
-RECORDED = "recorded answers"  # name of the claim
 MAX_LENGTH = 256  # where a run says nothing else
+CASE = ("source", "mask", "target", "past", "kept")  # what decides the tensors of a case
 # Both sides are float64: no rounding in float32 excuses it.
 EXACT = Tolerance(1.0)
 
@@ -92,14 +104,72 @@ def manifest_claims(checkpoint: Checkpoint, bundle: Bundle) -> list[Claim]:
     for variant in manifest.variants.values():
         problems = filter(None, _variant_problems(variant, config))
         claims.append(Claim(f"variant {variant.name}", "; ".join(problems)))
+    if told := "; ".join(_strays(bundle)):
+        claims.append(Claim("files", skipped=told))
     return claims
+
+
+def _strays(bundle: Bundle) -> Iterator[str]:
+    """Describes files that nothing reads, and files that the manifest does not list."""
+    listed, used = {*bundle.manifest.files}, {SETTINGS_FILE, *bundle.tokenizer.names}
+    for variant in bundle.manifest.variants.values():
+        beside = PurePosixPath(variant.reference)
+        used |= {variant.reference, beside.with_name(CALIBRATION).as_posix()}
+        used |= {tensor.file for tensor in variant.screen.values()}
+        for graph in variant.graphs.values():
+            names = external_files(bundle.files.read(graph.file))
+            file = PurePosixPath(graph.file)
+            used |= {graph.file, *(file.with_name(name).as_posix() for name in names)}
+    found = (path for path in bundle.folder.rglob("*") if path.is_file())
+    present = {path.relative_to(bundle.folder).as_posix() for path in found}
+    # Certificates are no part of the verified files; hidden files belong to other programs.
+    foreign = {name for name in present if name.startswith((f"{FOLDER}/", ".")) or "/." in name}
+    if unread := sorted(listed - used):
+        yield f"nothing reads {', '.join(unread)}"
+    if unlisted := sorted(present - listed - foreign - {MANIFEST}):
+        yield f"{', '.join(unlisted)} not listed in {MANIFEST}"
 
 
 def recorded_claim(bundle: Bundle, variant: Variant, oracle: Oracle) -> Claim:
     """Makes the recorded answers of a variant again, with its oracle, and compares."""
     reference = Reference.of(bundle, variant)
-    problems = filter(None, _reference_problems(reference, oracle))
-    return Claim(RECORDED, next(problems, ""))
+    hollow = _hollow(reference, oracle, bundle.manifest.generation)
+    problems = filter(None, (*hollow, *_reference_problems(reference, oracle)))
+    if problem := next(problems, ""):
+        return Claim(RECORDED, problem)
+    found, wanted = len(reference.sources), recorded_count(oracle.trained.model)
+    few = f"{found} of {wanted} sources are recorded; export with more lines of text"
+    return Claim(RECORDED, skipped=few if found < wanted else "")
+
+
+def _hollow(reference: Reference, oracle: Oracle, generation: Mapping[str, Any]) -> Iterator[str]:
+    """Describes cases and searches that `Oracle.record` would have made, and others."""
+    config = oracle.config
+    expected = recorded_cases(config)
+    if len(reference.cases) != len(expected):
+        yield f"hold {len(reference.cases)} cases, expected {len(expected)}"
+    for one, (case, _) in zip(expected, reference.cases, strict=False):
+        if not _same(one, case):
+            yield f"{case.name}: expected the inputs that export records ({one.name})"
+    names = RECORDED_SEARCHES if config.decoder_layers else ()
+    found = [item.name for item in reference.searches]
+    if found != [*names]:
+        yield f"hold the searches {', '.join(found) or 'none'}, expected {', '.join(names)}"
+    if names and not reference.sources:
+        yield "hold no source"
+    longest = recorded_length(oracle.trained.model)
+    for item in reference.searches if found == [*names] else ():
+        given = config, reference.sources, longest
+        wanted = GenerationOptions(**search_settings(item.name, generation, *given))
+        try:
+            options = generation_options(options_of_json(item.options))
+        except UsageError as error:
+            yield f"{item.name}: {error}"
+            continue
+        # Another version may have recorded longer answers.
+        length = max(wanted.max_length, options.max_length)
+        differences = _differences(replace(wanted, max_length=length), options)
+        yield f"{item.name}: {'; '.join(differences)}" if differences else ""
 
 
 def _unequal(name: str, wanted: object, found: object) -> str:
@@ -129,6 +199,9 @@ def _variant_problems(variant: Variant, config: ModelConfig) -> Iterator[str]:
     ranks = bool(recipe.fused and cache and recipe.providers != ("cpu",))
     yield _unequal("top_k", ranks, variant.top_k)
     yield _unequal("reference", recipe.reference, variant.reference)
+    screened = {"approximate_logits", "lm_head"} <= variant.graphs.keys()
+    if screened != bool(variant.screen):
+        yield "has graphs of a screen without the screen, or the screen alone"
 
 
 def _reference_problems(reference: Reference, oracle: Oracle) -> Iterator[str]:
@@ -142,12 +215,15 @@ def _reference_problems(reference: Reference, oracle: Oracle) -> Iterator[str]:
             if len(tokens) > config.max_positions or not known:
                 yield "hold a token or a length that the model does not have"
                 return
-    if not reference.cases or (config.decoder_layers and not reference.searches):
-        yield "are missing: expected cases and searches"
     for case, truth in reference.cases:
         yield _case_problem(case, truth, oracle)
     for item in reference.searches:
         yield _search_problem(item, reference.sources, oracle)
+
+
+def _same(one: Case, other: Case) -> bool:
+    pairs = ((getattr(case, name) for case in (one, other)) for name in CASE)
+    return all(np.array_equal(*each) for each in pairs)
 
 
 def _wider(name: str, found: float, own: float, oracle: Oracle) -> str:
@@ -187,6 +263,8 @@ def _search_problem(item: RecordedSearch, sources: Sequence[Sequence[int]], orac
     recorded = item.hypotheses(special)
     explainer = replace(oracle.explainer(oracle.exact, options), tolerance=Tolerance())
     for row, (source, wanted, found) in enumerate(zip(sources, answers, recorded, strict=True)):
+        if len(found) != len(wanted):
+            return f"{item.name}: row {row}: {len(found)} answers, expected {len(wanted)}"
         if [one.tokens for one in wanted] != [one.tokens for one in found]:
             divergence = explainer.explain(source, wanted, found, row)
             if not divergence.passes:

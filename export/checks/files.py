@@ -41,12 +41,14 @@ Change = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 def written(engine: Engine, texts: Sequence[str], change: Change = lambda record: record) -> Claim:
     """Compares the numbers in files of every task and format with the engine's results.
 
+    A format whose package is missing, and a task that the bundle cannot do, are skipped.
+
     Args:
         engine: The bundle as it is served.
         texts: The first of these are answered; a few words without texts.
         change: Applied to each record before it is written, to plant a fault.
     """
-    texts = (*texts, *FEW_TEXTS)[:WRITTEN_ROWS]
+    texts, skipped = (*texts, *FEW_TEXTS)[:WRITTEN_ROWS], dict[str, str]()
     for name in engine.tasks:
         pairs = name == "rank" or (name == "score" and engine.decoder.has_encoder)
         rows = [
@@ -56,12 +58,20 @@ def written(engine: Engine, texts: Sequence[str], change: Change = lambda record
         try:
             task = _task(engine, name, pairs=pairs)
             results = list(task.answers(engine, map(task.given, rows), 0))
-        except UsageError:  # such as pairs, which this tokenizer does not join
+        except UsageError as error:  # such as pairs, which this tokenizer does not join
+            skipped[name] = str(error)
             continue
         for format in task.formats:
-            if format in _READERS and (problem := _problem(task, rows, results, format, change)):
+            if format not in _READERS:  # text has no numbers
+                continue
+            try:
+                problem = _problem(task, rows, results, format, change)
+            except UsageError as error:  # pyarrow is not installed
+                skipped[format] = str(error)
+                continue
+            if problem:
                 return Claim(WRITTEN, f"{name}, {format}: {problem}")
-    return Claim(WRITTEN)
+    return Claim(WRITTEN, skipped="; ".join(f"{name}: {why}" for name, why in skipped.items()))
 
 
 def _task(engine: Engine, name: Any, *, pairs: bool) -> Task:
@@ -92,10 +102,7 @@ def _problem(
     with temporary_folder() as folder:
         path = folder / f"out.{format}"
         shape: Any = {"kinds": task.columns, "n_best": task.n_best, "width": task.width}
-        try:
-            writer = open_writer(path, format=format, rows=layout, task=task.name, **shape)
-        except UsageError:  # pyarrow is not installed
-            return ""
+        writer = open_writer(path, format=format, rows=layout, task=task.name, **shape)
         both = zip(rows, results, strict=True)
         with path.open("wb") as file:
             writer.write((change(writer.record(*pair, task.n_best)) for pair in both), file)

@@ -92,6 +92,9 @@ def graphs_claim(fresh: Fresh, bundle: Bundle, variant: Variant) -> Claim:
         return Claim(GRAPHS, skipped=other_versions(bundle) or LEFT_OUT)
     if fresh.keys() != variant.graphs.keys():
         return Claim(GRAPHS, f"expected {', '.join(fresh)}, found {', '.join(variant.graphs)}")
+    opset = next(iter(fresh.values())).model.opset_imports[""]
+    if variant.opset != opset:
+        return Claim(GRAPHS, f"the manifest names opset {variant.opset}, export writes {opset}")
     for name, graph in fresh.items():
         if problem := _problem(graph, bundle, variant.graphs[name]):
             found = f"{name}: {problem}"

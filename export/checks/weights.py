@@ -163,10 +163,16 @@ def _problems(
             elif tensor.nbytes >= SMALLEST:
                 yield key, f"{name}: {key} is no weight of the checkpoint"
             weights.release()
-    head = variant.graphs.get("lm_head", next(iter(variant.graphs.values())))
+    if not variant.screen or "lm_head" not in variant.graphs:  # manifest_claims refuses that
+        return
+    head = ir.load(bundle.graph(variant.graphs["lm_head"])).graph
+    biased = ("bias",) if len(next(iter(head)).inputs) > 2 else ()
+    if {*variant.screen} != (parts := {"weight", "quantised", "scales", *biased}):
+        wanted_parts, held = (", ".join(sorted(each)) for each in (parts, variant.screen))
+        yield "screen", f"the screen holds {held}, expected {wanted_parts}"
     for part, stored in variant.screen.items():
         found = stored.read(bundle.files)
-        wanted = weights.find(_screened(ir.load(bundle.graph(head)).graph, part))
+        wanted = weights.find(_screened(head, part))
         if wanted is None:
             yield part, f"{part} of the screen is no weight of the checkpoint"
         else:

@@ -143,6 +143,11 @@ def random_cases(
     return [random_case(config, *size, seed=seed + number) for number, size in enumerate(sizes)]
 
 
+def recorded_cases(config: ModelConfig) -> list[Case]:
+    """Returns the cases that a bundle records."""
+    return random_cases(config, [(1, 1, 0), (2, 13, 1), (7, 6, 5)])
+
+
 def random_case(config: ModelConfig, batch: int, source: int, past: int, *, seed: int) -> Case:
     """Returns a case of random tokens; all rows but the first are of random length.
 

@@ -138,10 +138,15 @@ def recorded_length(model: Transformer) -> int:
 
 def recorded_sources(model: Transformer, sources: Sequence[Sequence[int]]) -> list[Sequence[int]]:
     """Returns the first sources that are short enough to be recorded, or the shortest ones."""
+    most = max(16, RECORDED_WORK / parameters(model) / RECORDED_SOURCES / 2)
+    lengths = [len(source) for source in sources]
+    return first_short(sources, lengths, most, recorded_count(model))
+
+
+def recorded_count(model: Transformer) -> int:
+    """Returns how many sources are recorded, where there is text enough."""
     tokens = RECORDED_WORK / parameters(model)
-    most = max(16, tokens / RECORDED_SOURCES / 2)
-    count = _between(4, tokens / RECORDED_COST / SHORTEST_ANSWER, RECORDED_SOURCES)
-    return first_short(sources, [len(source) for source in sources], most, count)
+    return _between(4, tokens / RECORDED_COST / SHORTEST_ANSWER, RECORDED_SOURCES)
 
 
 def first_short(

@@ -12,7 +12,7 @@ import numpy as np
 
 from transferry.build_model.model.config import ModelConfig
 from transferry.build_model.model.transformer import Transformer
-from transferry.export.oracle.cases import MOST_LOGITS, random_cases
+from transferry.export.oracle.cases import MOST_LOGITS, recorded_cases
 from transferry.export.oracle.rounding import integer_sides
 from transferry.export.oracle.searches import RECORDED, search_settings
 from transferry.export.rewrite.calibration import Calibration
@@ -246,7 +246,7 @@ class Oracle:
         generation: Mapping[str, Any] | None = None,
     ) -> Reference:
         """Records torch's answers to the sources, of at most `max_length` tokens."""
-        cases = random_cases(self.config, [(1, 1, 0), (2, 13, 1), (7, 6, 5)])
+        cases = recorded_cases(self.config)
         searches = []
         for name in RECORDED if self.config.decoder_layers else ():
             settings = search_settings(name, generation or {}, self.config, sources, max_length)

@@ -43,10 +43,12 @@ from transferry.runtime.proof.compare import (
     units_of,
 )
 from transferry.runtime.proof.one_graph import OneGraph
-from transferry.runtime.proof.report import Decisions, Difference, ParityReport
+from transferry.runtime.proof.report import Claim, Decisions, Difference, ParityReport
 from transferry.runtime.proof.self_consistency import self_consistency
 from transferry.runtime.proof.tally import Decode, ExactScore, ExpectedAnswers, Explain, Tally
 from transferry.runtime.tokenizer.byte_pair import SpecialTokens
+
+RECORDED = "recorded answers"  # name of the claim
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,13 @@ class Reference:
     cases: Sequence[tuple[Case, Truth]]
     sources: Sequence[Sequence[int]]
     searches: Sequence[RecordedSearch]
+
+    @property
+    def coverage(self) -> dict[str, int]:
+        """How much is recorded: cases, rows of the searches, and tokens of their answers."""
+        answers = [answer for item in self.searches for row in item.answers for answer in row]
+        rows = sum(len(item.answers) for item in self.searches)
+        return {"cases": len(self.cases), "rows": rows, "tokens": sum(map(len, answers))}
 
     def save(self, path: Path) -> None:
         """Writes the file; the same reference gives the same bytes."""
@@ -332,11 +341,14 @@ def verify_recorded(bundle: Bundle, model: ServedModel) -> ParityReport:
         decode=bundle.tokenizer.decode,
         one=OneGraph.of(bundle, model.variant, model.options),
     )
+    decodes = model.variant.cache is not None
+    hollow = "hold no search" if decodes and not reference.searches else ""
     settings = {
         **model.describe(),
         "against": "the recorded answers",
         **({} if bundle.manifest.head is None else {"task": bundle.manifest.head.task}),
         "batch_rows": batch_rows,
+        "recorded": reference.coverage,
         "tasks": _tasks(bundle),
     }
     return ParityReport(
@@ -345,6 +357,8 @@ def verify_recorded(bundle: Bundle, model: ServedModel) -> ParityReport:
         tolerance,
         comparisons,
         decisions,
+        # A search that nobody recorded would pass unseen.
+        claims=[Claim(RECORDED, hollow)],
         searches=[item.options for item in reference.searches],
     )
 

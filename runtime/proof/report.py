@@ -399,7 +399,7 @@ class ParityReport:
 
     @property
     def strength(self) -> Strength | None:
-        """What a certificate of this report proves; None for an audit."""
+        """Strength of a certificate of this report; None for an audit."""
         against, skipped = self.settings.get("against"), self.skipped
         return None if against is None else strength_of(str(against), skipped)
 

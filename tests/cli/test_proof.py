@@ -227,7 +227,7 @@ def test_the_report_as_files(bundle: Path, run_folder: Path, lines: Path, tmp_pa
     )
     assert result.exit_code == 0
     record = json.loads(result.stdout)
-    assert record["schema"] == 4
+    assert (record["schema"], record["strength"]) == (5, "run")
     times = {item["check"]: item for item in record["times"]}
     assert times.keys() >= {"weights", "graphs", "greedy", "source and target N", "self-test"}
     assert times["source and target N"]["runs"] > 1

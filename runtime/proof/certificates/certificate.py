@@ -147,12 +147,12 @@ class Certificate(Verified):
 
     @property
     def strength(self) -> Strength:
-        """What the verification proves."""
+        """Strength of the verification."""
         return strength_of(self.against, self.claims)
 
     @property
     def compared(self) -> str:
-        """What the bundle was compared with, for people."""
+        """Name of the other side of the comparison, for people."""
         return {"run": "the run", "recorded": "the recorded answers"}.get(
             self.strength, "the run without fresh graphs"
         )

@@ -38,7 +38,7 @@ from transferry.runtime.proof.report import ParityReport
 def read_certificates(
     bundle: Bundle, own: Cell | None = None, trusted: PublicKey | None = None
 ) -> Iterator[tuple[str, Certificate | str]]:
-    """Yields the name of each file in `certificates`, and its certificate or why it is none.
+    """Yields the name of each file in `certificates`, and its certificate or the reason against it.
 
     Args:
         bundle: The bundle.

@@ -1,4 +1,4 @@
-"""What a verification proves. Imports nothing heavy: `--help` lists the strengths."""
+"""Strength of a verification. Imports nothing heavy: `--help` lists the strengths."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GRAPHS = "graphs"  # the claim that the graphs are those that export makes now
 
 
 def strength_of(against: str, claims: Mapping[str, str]) -> Strength:
-    """Returns what a verification proves.
+    """Returns the strength of a verification.
 
     Args:
         against: "the run" or "the recorded answers".

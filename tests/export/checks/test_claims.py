@@ -1,5 +1,6 @@
 """A bundle's claims are compared with the checkpoint, whatever is changed in it."""
 
+import shutil
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -11,12 +12,14 @@ from tests.export.conftest import verified
 from tests.sealed import records
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.export.checks.claims import manifest_claims, recorded_claim
+from transferry.export.oracle.effort import RECORDED_SOURCES
 from transferry.export.oracle.oracle import Oracle
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.manifest import Manifest
 from transferry.runtime.bundle.specs import REFERENCE, CacheSpec, Variant
 from transferry.runtime.decoding.generation_options import GenerationOptions
-from transferry.runtime.proof.compare import Tolerance, Truth
+from transferry.runtime.io.sealed_folder import FileRecord
+from transferry.runtime.proof.compare import Case, Tolerance, Truth
 from transferry.runtime.proof.recorded import RecordedSearch, Reference
 from transferry.runtime.proof.views import report_text
 
@@ -122,6 +125,30 @@ def on_searches(change: Callable[[RecordedSearch], RecordedSearch]) -> Change:
     )
 
 
+def on_last_case(change: Callable[[Case], Case]) -> Change:
+    def changed(reference: Reference) -> Reference:
+        *rest, (case, truth) = reference.cases
+        return replace(reference, cases=[*rest, (change(case), truth)])
+
+    return changed
+
+
+def hollow(sources: int | None, length: int | None) -> Change:
+    """A record cut to so many sources, and to answers of so many tokens."""
+
+    def cut(item: RecordedSearch) -> RecordedSearch:
+        options = dict(item.options) | ({} if length is None else {"max_length": length})
+        answers = [[tokens[:length] for tokens in row] for row in item.answers[:sources]]
+        lists = ("scores", "score_error", "ends")
+        kept: dict[str, Any] = {name: getattr(item, name)[:sources] for name in lists}
+        return replace(item, options=options, answers=answers, **kept)
+
+    def changed(reference: Reference) -> Reference:
+        return replace(on_searches(cut)(reference), sources=reference.sources[:sources])
+
+    return changed
+
+
 CHANGES: dict[str, Change] = {
     "tensors": on_first_case(
         lambda truth: replace(truth, oracle={k: v * 1.01 for k, v in truth.oracle.items()})
@@ -150,6 +177,26 @@ CHANGES: dict[str, Change] = {
     "tokens": lambda reference: replace(reference, sources=[[10**6]]),
     "no searches": lambda reference: replace(reference, searches=[]),
     "no cases": lambda reference: replace(reference, cases=[]),
+    "one case": lambda reference: replace(reference, cases=reference.cases[:1]),
+    "one case thrice": lambda reference: replace(reference, cases=[*reference.cases[:1]] * 3),
+    "a smaller case": on_last_case(lambda case: replace(case, rows=case.kept[:1])),
+    "no sources": hollow(0, None),
+    "answers of one token": hollow(None, 1),
+    "one answer of one token": hollow(1, 1),
+    "no beams": lambda reference: replace(reference, searches=reference.searches[:1]),
+    "fewer hypotheses": on_searches(
+        lambda item: (
+            replace(
+                item,
+                answers=[row[:1] for row in item.answers],
+                scores=[row[:1] for row in item.scores],
+                ends=[row[:1] for row in item.ends],
+                score_error=[[each.own for each in row[:1]] for row in item.exact],
+            )
+            if item.name == "beam 4"
+            else item
+        )
+    ),
 }
 
 
@@ -166,6 +213,30 @@ def test_another_record_is_told(name: str, bundle: Bundle, oracle: Oracle, tmp_p
     assert problem(CHANGES[name](reference))
 
 
+def test_a_record_of_few_sources_is_told(bundle: Bundle, oracle: Oracle) -> None:
+    """They depend on the text that export was given."""
+    reference = Reference.of(bundle, bundle.variant())
+    claim = recorded_claim(bundle, bundle.variant(), oracle)
+    few = len(reference.sources) < RECORDED_SOURCES
+    assert few is claim.skipped.endswith("sources are recorded; export with more lines of text")
+
+
+def test_files_that_nothing_reads_or_lists_are_told(
+    checkpoint: Checkpoint, bundle: Bundle, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(bundle.folder, tmp_path / "copy"))
+    (folder / "certificates").mkdir(exist_ok=True)
+    for name in ("certificates/x.json", ".gitattributes", "portable/spare.onnx", "listed.bin"):
+        (folder / name).write_bytes(b"x")
+    files = {**bundle.manifest.files, "listed.bin": FileRecord(64 * "0", 1)}
+    copy = Bundle(folder, replace(bundle.manifest, files=files), bundle.tokenizer)
+    told = {each.name: each for each in manifest_claims(checkpoint, copy)}["files"]
+    assert not told.problem
+    assert (
+        "nothing reads listed.bin; portable/spare.onnx not listed in manifest.json" in told.skipped
+    )
+
+
 def test_a_wrong_claim_fails_the_verification(checkpoint: Checkpoint, bundle: Bundle) -> None:
     """And does not decide what passes: int8 would allow 2 ** 15 times the error."""
     variant = replace(bundle.variant(), precision="int8")
@@ -176,5 +247,5 @@ def test_a_wrong_claim_fails_the_verification(checkpoint: Checkpoint, bundle: Bu
     assert report.tolerance == Tolerance()
     named = [line.partition(":")[0] for line in report.faults]
     assert named == ["generation defaults", "variant portable"]
-    assert "5 of 7 claims hold" in report_text(report)
-    assert len(report.to_dict()["claims"]) == 7
+    assert "5 of 8 claims hold, 1 not compared" in report_text(report)
+    assert len(report.to_dict()["claims"]) == 8

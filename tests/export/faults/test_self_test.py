@@ -13,7 +13,6 @@ from tests.export.faults.bundles import Side, bundle_test, self_tested, side_of
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint, load_samples
 from transferry.export.bundle import Contents
 from transferry.export.checks.files import WRITTEN
-from transferry.export.checks.graphs import GRAPHS
 from transferry.export.checks.weights import WEIGHTS
 from transferry.export.faults import self_test as module
 from transferry.export.faults.fault import Fault
@@ -25,6 +24,7 @@ from transferry.export.subject.bundle_copy import BundleCopy
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.errors import InputError, ParityError
 from transferry.runtime.io.whole import sha256
+from transferry.runtime.proof.certificates.strength import GRAPHS
 from transferry.runtime.proof.compare import Tolerance
 from transferry.runtime.proof.report import Claim, ParityReport, PlantedFault
 from transferry.runtime.proof.views import report_text
