@@ -25,7 +25,12 @@ from transferry.export.checks.files import WRITTEN, written
 from transferry.export.checks.graphs import LEFT_OUT, Fresh, fresh_graphs, graphs_claim
 from transferry.export.checks.numbers import batch_sizes, numbers, positions
 from transferry.export.checks.scores import scores
-from transferry.export.checks.searches import Text, served_searches, whole_searches
+from transferry.export.checks.searches import (
+    Text,
+    plain_searches,
+    served_searches,
+    whole_searches,
+)
 from transferry.export.checks.task_metrics import task_metrics
 from transferry.export.checks.texts import feeding, given_answers, readings
 from transferry.export.checks.weights import ANOTHER, WEIGHTS, weights_claim
@@ -242,6 +247,7 @@ class Verification:
         """Returns the checks of a decoder: its positions, and its answers to text."""
         subject, oracle, text = self.subject, self.oracle, self.text
         rows, batches, texts = len(text.sources), self.batches, self.request.texts
+        served = Engine(subject.bundle, subject.model, replicas=REPLICAS, batches=batches)
         found = [positions(subject, oracle, self.request.effort.positions)]
         found += served_searches(subject, oracle, text, subject.variant, batches)
         if rows:
@@ -252,8 +258,9 @@ class Verification:
             if oracle.config.encoder_layers:
                 given = self.request.targets or texts
             pairs = list(zip(texts, given, strict=True))[::SAMPLED]
-            engine = Engine(subject.bundle, subject.model, replicas=REPLICAS, batches=batches)
-            found.append(scores(oracle, engine, pairs))
+            found.append(scores(oracle, served, pairs))
+            answers = oracle, subject.model, subject.checkpoint.tokenizer, texts, text
+            found.append(plain_searches(*answers, served.generate))
         if ONE_GRAPH in subject.variant.graphs:
             found += whole_searches(subject, oracle, text, batches.rows)
         return found

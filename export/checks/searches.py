@@ -13,6 +13,12 @@ from transferry.build_model.model.config import ModelConfig
 from transferry.export.checks.check import Check, Findings, Pairs
 from transferry.export.oracle.cases import random_sources
 from transferry.export.oracle.oracle import Oracle
+from transferry.export.oracle.plain_answers import (
+    PLAINLY,
+    Generate,
+    PlainAnswers,
+    plain_length,
+)
 from transferry.export.oracle.searches import GIVEN, RECORDED, SEARCHES, WHOLE, search_settings
 from transferry.export.oracle.served import Answers, serve
 from transferry.export.subject.bundle import BundleSubject
@@ -22,6 +28,7 @@ from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.decoding.decoder import Decoder
 from transferry.runtime.decoding.generation_options import GenerationOptions, generation_options
 from transferry.runtime.proof.tally import Decode, Tally
+from transferry.runtime.tokenizer.special_tokens import AnyTokenizer
 
 SCREENED = "greedy, screened"
 GIVEN_BEGINNINGS = "given beginnings, in one graph"
@@ -70,6 +77,18 @@ class Text:
         generation = vars(generation_options(given, generation_options(self.generation)))
         settings = search_settings(name, generation, self.config, self.sources, length)
         return GenerationOptions(**settings)
+
+    def plain(self) -> dict[str, GenerationOptions]:
+        """Returns the bundle's search and the user's as they are, for short answers."""
+        default = generation_options(self.generation)
+        searches = {"defaults": default}
+        if self.given:
+            searches[GIVEN] = generation_options(self.given, default)
+        most = self.config.max_positions
+        return {
+            name: generation_options({"max_length": min(plain_length(each), most)}, each)
+            for name, each in searches.items()
+        }
 
 
 @dataclass(frozen=True)
@@ -224,3 +243,29 @@ def _given_beginnings(
 def one_graph_options(text: Text, beam: int) -> GenerationOptions:
     """Returns the options of the search in the graph `generate`."""
     return replace(text.options("greedy"), beam=beam, n_best=beam, scores=True)
+
+
+def plain_searches(
+    oracle: Oracle,
+    decoder: Decoder[Any],
+    tokenizer: AnyTokenizer,
+    texts: Sequence[str],
+    text: Text,
+    generate: Generate,
+) -> Check:
+    """Returns the check of an engine, from text to text, beside a plain search over torch.
+
+    Args:
+        oracle: torch's side.
+        decoder: Steps as the engine does; explains differing tokens.
+        tokenizer: The checkpoint's.
+        texts: A few short ones of them are answered.
+        text: The bundle's search and the user's, which are run besides those of every rule.
+        generate: Answers texts, such as an engine's.
+    """
+
+    def run(so_far: Findings) -> Iterator[Findings]:
+        plain = PlainAnswers.of(oracle, decoder, tokenizer, texts)
+        yield Findings(decisions=[plain.compare(text.plain(), generate)])
+
+    return Check(PLAINLY, run)

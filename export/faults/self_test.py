@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -42,13 +42,16 @@ from transferry.export.oracle.cases import (
     vocabulary,
 )
 from transferry.export.oracle.oracle import Oracle
+from transferry.export.oracle.plain_answers import PLAINLY, PlainAnswers
 from transferry.export.oracle.searches import BRIEF
 from transferry.export.subject.bundle import BundleSubject
 from transferry.export.subject.bundle_copy import BundleCopy
 from transferry.export.subject.subject import Observable
 from transferry.runtime.bundle.specs import ONE_GRAPH, PORTABLE
+from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.decoding.search import search
 from transferry.runtime.engine.engine import Engine
+from transferry.runtime.engine.tasks.generate import GenerationResult, TextHypothesis
 from transferry.runtime.errors import ParityError, ProviderError
 from transferry.runtime.io.folders import temporary_folder
 from transferry.runtime.ort.session import SessionOptions, open_session, require_provider
@@ -99,7 +102,9 @@ def self_test(
     """
     variant = subject.variant
     planted = [_fallen_back(subject.bundle.graph(next(iter(variant.graphs.values()))))]
-    planted.append(_rounding_writer(Engine(subject.bundle, subject.model)))
+    engine = Engine(subject.bundle, subject.model)
+    planted.append(_rounding_writer(engine))
+    planted += _wrong_engines(subject, oracle, engine, sources) if subject.decodes else ()
     test = BundleTest(subject, oracle.remembering(), sources, fresh)
     with temporary_folder() as folder:
         parts: list[tuple[Gate[BundleSubject], list[Fault]]] = []
@@ -143,6 +148,63 @@ def _rounding_writer(engine: Engine) -> PlantedFault:
     """Writes the engine's results rounded to 6 decimals, and compares the files with them."""
     caught = WRITTEN if written(engine, (), rounded).problem else ""
     return PlantedFault(ROUNDED, "scores and vectors rounded to 6 decimals", True, caught)
+
+
+def _inverted_penalty(
+    engine: Engine, texts: Sequence[str], options: GenerationOptions
+) -> Iterable[GenerationResult]:
+    return engine.generate(
+        texts, replace(options, repetition_penalty=1 / options.repetition_penalty)
+    )
+
+
+def _uncut(
+    engine: Engine, texts: Sequence[str], options: GenerationOptions
+) -> Iterator[GenerationResult]:
+    decode = engine.bundle.tokenizer.decode
+    for result in engine.generate(texts, options):
+        whole = (replace(one, text=decode(one.tokens)) for one in result.hypotheses)
+        yield replace(result, hypotheses=tuple(whole))
+
+
+def _answered_as_the_row_before(
+    engine: Engine, texts: Sequence[str], options: GenerationOptions
+) -> Iterator[GenerationResult]:
+    before: Sequence[TextHypothesis] = ()
+    for result in engine.generate(texts, options):
+        yield replace(result, hypotheses=tuple(before)) if result.repeated else result
+        before = result.hypotheses
+
+
+WRONG_ENGINES: Mapping[str, Callable[..., Iterable[GenerationResult]]] = {
+    "a repetition penalty inverted": _inverted_penalty,
+    "a stop string left in the text": _uncut,
+    "a repeated text answered as another": _answered_as_the_row_before,
+}
+
+
+def _wrong_engines(
+    subject: BundleSubject, oracle: Oracle, engine: Engine, sources: Sequence[Sequence[int]]
+) -> Iterator[PlantedFault]:
+    """Compares engines that break a rule of the search with the plain one."""
+    tokenizer = subject.checkpoint.tokenizer
+    texts = [tokenizer.decode(source) for source in sources]
+    plain = PlainAnswers.of(oracle, subject.model, tokenizer, texts)
+    for kind, wrong in WRONG_ENGINES.items():
+        changed = False
+
+        def generate(
+            texts: Sequence[str],
+            options: GenerationOptions,
+            wrong: Callable[..., Iterable[GenerationResult]] = wrong,
+        ) -> Iterable[GenerationResult]:
+            nonlocal changed
+            found = list(wrong(engine, texts, options))
+            changed |= found != list(engine.generate(texts, options))
+            return found
+
+        caught = "" if plain.compare({}, generate).passed else PLAINLY
+        yield PlantedFault(kind, "answers of the engine", changed, caught)
 
 
 @dataclass(frozen=True)

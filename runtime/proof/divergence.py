@@ -258,7 +258,11 @@ class RankErrors:
         """
         units = np.maximum(logit_units(exact.logits), -exact.log_probabilities)
         errors = [units * logit_errors(side.logits, exact.logits) for side in sides]
-        errors += [np.abs(side.ranks - exact.ranks) for side in sides]
+        with np.errstate(invalid="ignore"):  # of a forbidden token both are minus infinity
+            errors += [
+                np.where(side.ranks == exact.ranks, 0.0, np.abs(side.ranks - exact.ranks))
+                for side in sides
+            ]
         return cls(np.max(errors, axis=0), floor * units, len(sides) > 1)
 
     @property

@@ -196,6 +196,7 @@ class TestVerifyAgainst:
             ("sampling of every 4th row", 2),
             ("top-k and top-p sampling of every 4th row", 2),
             ("constrained beam 2 of every 4th row", 2),
+            ("plain search", 4),
         ]
         assert all(0 < item.score_ratio < 8 for item in report.decisions)
         # 37 cases and 64 lengths; five texts searched greedily, with a beam and fed whole, and

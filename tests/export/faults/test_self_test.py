@@ -17,8 +17,16 @@ from transferry.export.checks.weights import WEIGHTS
 from transferry.export.faults import self_test as module
 from transferry.export.faults.fault import Fault
 from transferry.export.faults.gate import Gate
-from transferry.export.faults.self_test import FAULTS, FELL_BACK, ROUNDED, BundleTest, faults_of
+from transferry.export.faults.self_test import (
+    FAULTS,
+    FELL_BACK,
+    ROUNDED,
+    WRONG_ENGINES,
+    BundleTest,
+    faults_of,
+)
 from transferry.export.oracle.cases import source_of
+from transferry.export.oracle.plain_answers import PLAINLY
 from transferry.export.subject.bundle import BundleSubject
 from transferry.export.subject.bundle_copy import BundleCopy
 from transferry.runtime.bundle.bundle import Bundle
@@ -84,6 +92,8 @@ def test_every_fault_that_changes_an_answer_is_caught(side: Side) -> None:
 
     kinds = ("truncated external data", FELL_BACK, ROUNDED)
     assert [found[kind].caught_by for kind in kinds] == ["loading", "session", WRITTEN]
+    wrong = [found[kind].caught_by for kind in WRONG_ENGINES if kind in found]
+    assert wrong == [PLAINLY] * (3 if checkpoint.model.decoder else 0)
     assert found["another tokenizer"].caught_by == "tokenizer"
     assert found["a dimension frozen while tracing"].caught_by == "running"
 
@@ -98,8 +108,13 @@ def test_gate_with_a_blunt_tolerance_is_found_out(
     assert [found[kind].passed for kind in kinds] == [False, True, False]
     assert [found[kind].changes_answer for kind in kinds] == [True, False, True]
     report = ParityReport("b", {}, Tolerance(), [], self_test=list(found.values()))
-    assert "2 of 4 faults that change an answer were caught" in report_text(report)
-    assert sum("self-test: not caught" in fault for fault in report.faults) == 2
+    engines = [
+        found[kind] for kind in WRONG_ENGINES if kind in found and found[kind].changes_answer
+    ]
+    caught = sum(bool(item.caught_by) for item in engines)
+    counts = f"{2 + caught} of {4 + len(engines)} faults that change an answer were caught"
+    assert counts in report_text(report)
+    assert sum("not caught" in fault for fault in report.faults) == 2 + len(engines) - caught
     with pytest.raises(ParityError, match="self-test: not caught: one weight off by 1 %"):
         report.require()
     some(monkeypatch, kinds[0])

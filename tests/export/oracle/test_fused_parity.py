@@ -30,10 +30,11 @@ def test_true_variant_passes(
         *("greedy", "beam 4", "sampling of every 4th row"),
         *("top-k and top-p sampling of every 4th row", "constrained beam 2 of every 4th row"),
         *screened,
+        "plain search",
     ]
     assert len(report.comparisons) > 38 * 9
     if screened:
-        assert [item.identical for item in report.decisions] == [4, 4, 1, 1, 1, 4]
+        assert [item.identical for item in report.decisions] == [4, 4, 1, 1, 1, 4, 4]
 
 
 def one_percent(weight: NDArray[Any]) -> NDArray[Any]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,11 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from transferry.export.oracle.plain_search import Row
+from transferry.export.oracle.plain_search import weights as plain_weights
 from transferry.runtime.decoding.decoder import StepOutput
 from transferry.runtime.decoding.generation_options import GenerationOptions
+from transferry.runtime.decoding.hypothesis import Hypothesis
 from transferry.runtime.decoding.logits_processors import (
     History,
     build_logits_processors,
@@ -175,11 +179,55 @@ def require_theirs(
     settings = GenerationOptions(**{"max_length": LENGTH, **options})
     found = search(TheirDecoder(model), rows, settings, special)
     assert [list(row[0].scored_tokens) for row in found] == wanted
+    some = [0, 2, *range(8, len(rows))]  # with a prompt that repeats itself
+    plain = plainly(model, [rows[row] for row in some], settings, special)
+    assert [list(row[0].scored_tokens) for row in plain] == [wanted[row] for row in some]
+    require_alike(plain, [found[row] for row in some])
     alone = [search(TheirDecoder(model), [row], settings, special)[0] for row in rows[:2]]
     assert [[item.tokens for item in row] for row in found[:2]] == [
         [item.tokens for item in row] for row in alone
     ]
     return wanted
+
+
+def require_alike(plain: list[list[Hypothesis]], found: list[list[Hypothesis]]) -> None:
+    """Requires the same hypotheses, up to rounding of their scores."""
+    exact, rounded = (
+        [[(one.tokens, one.finish_reason, one.end) for one in row] for row in side]
+        for side in (plain, found)
+    )
+    assert exact == rounded
+    for name in ("score", "log_probability"):
+        scores = [[getattr(one, name) for row in side for one in row] for side in (plain, found)]
+        assert scores[0] == pytest.approx(scores[1], rel=1e-5, abs=1e-5)
+
+
+def plainly(
+    model: Any, rows: list[list[int]], options: GenerationOptions, special: SpecialTokens = SPECIAL
+) -> list[list[Hypothesis]]:
+    """Answers by the plain rules of `verify`, which share no code with the search."""
+    encoder_decoder = model.config.is_encoder_decoder
+
+    @torch.inference_mode()
+    def logits(source: list[int], answers: Sequence[tuple[int, ...]]) -> NDArray[np.float32]:
+        if encoder_decoder:
+            given = torch.tensor([[BOS, *tokens] for tokens in answers])
+            output = model(input_ids=torch.tensor([source] * len(answers)), decoder_input_ids=given)
+        else:
+            output = model(input_ids=torch.tensor([[*source, *tokens] for tokens in answers]))
+        found: NDArray[np.float32] = output.logits[:, -1].float().numpy()
+        return found
+
+    def text(ids: Iterable[int]) -> str:
+        return "".join(f"<{token}>" for token in ids)
+
+    first = BOS if encoder_decoder else None
+    return [
+        Row(
+            partial(logits, source), text, source, number, first, special.ends, 64, options
+        ).answers()
+        for number, source in enumerate(rows)
+    ]
 
 
 BEAMS: dict[str, dict[str, Any]] = {"greedy": {}, "beam": {"beam": 3, "early_stopping": True}}
@@ -293,10 +341,35 @@ def test_sampling_admits_their_tokens(options: dict[str, Any], models: dict[str,
         rules = build_logits_processors(settings, [request], [EOS], has_encoder=False)
         zeros = np.zeros(1, np.int64)
         history = History(zeros, zeros, np.empty((1, 0), np.int64), prompts_of([prompt]))
-        weights = Sampler(settings, np.zeros((0, 0))).weights(
-            restrict(logits.numpy(), rules, history)
-        )
+        ruled = restrict(logits.numpy(), rules, history)
+        weights = Sampler(settings, np.zeros((0, 0))).weights(ruled)
+        plain = plain_weights(ruled[0].astype(np.float64), settings)
+        assert plain.tolist() == pytest.approx(weights[0].tolist(), rel=1e-12)
         assert np.flatnonzero(weights[0]).tolist() == wanted
         counts.add(len(wanted))
     assert max(counts) < VOCABULARY
     assert len(counts) > 1 or options == {"typical_p": 0.05}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"beam": 4, "n_best": 4, "early_stopping": False, "length_penalty": 0.6, "prefix": (9, 5)},
+        {"sample": True, "n_best": 3, "seed": 7, "temperature": 1.3},
+        {"sample": True, "n_best": 2, "top_k": 9, "top_p": 0.9, "min_p": 0.05, "typical_p": 0.8},
+        {"stop": ("<6>", "0><1"), "min_length": 2},
+        {"beam": 3, "n_best": 2, "stop": ("<6>", "2"), "renormalise": True, "suppress_begin": (6,)},
+    ],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_plain_rules_give_the_answers_of_the_search(
+    kind: str, options: dict[str, Any], models: dict[str, Any]
+) -> None:
+    """Also where transformers has no such option, or other random numbers."""
+    settings, rows = GenerationOptions(max_length=LENGTH, **options), sources()
+
+    def text(ids: Iterable[int]) -> str:
+        return "".join(f"<{token}>" for token in ids)
+
+    found = search(TheirDecoder(models[kind]), rows, settings, SPECIAL, decode=text)
+    require_alike(plainly(models[kind], rows, settings), found)
