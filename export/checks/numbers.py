@@ -16,7 +16,7 @@ from transferry.export.oracle.oracle import Oracle
 from transferry.export.subject.subject import Observable, OpenedModel, Subject
 from transferry.runtime.decoding.decoder import ObservableDecoder
 from transferry.runtime.errors import InputError
-from transferry.runtime.proof.compare import Case, Comparison, compare, observe, truth
+from transferry.runtime.proof.compare import Case, Comparison, compare, observe
 from transferry.runtime.proof.report import Claim
 from transferry.runtime.proof.self_consistency import self_consistency
 
@@ -94,7 +94,7 @@ def _batch_sizes(model: Observable, oracle: Oracle, most: int, seed: int) -> Fin
             }
             for side in sides
         ]
-        expected, found = truth(first, *tensors, least=least), observe(model, first)
+        expected, found = oracle.judged(first, tensors, least), observe(model, first)
         for item in compare(first, expected, found, oracle.tolerance):
             share = np.inf if item.fault else item.error / item.budget
             if item.tensor not in worst or share > worst[item.tensor][0]:
@@ -165,7 +165,7 @@ def _walk(
         last = first + len(tokens.T) - 1
         name = f"positions {first} to {last}"
         fed = Case(name, source, mask, target[:, : last + 1], first, stage="later step")
-        given = compare(fed, truth(fed, *expected), {"logits": found}, oracle.tolerance)
+        given = compare(fed, oracle.judged(fed, expected), {"logits": found}, oracle.tolerance)
         failing = []
         if given[0].fault:
             distance = np.abs(found - expected[0]["logits"]).max(axis=(0, 2))

@@ -21,7 +21,7 @@ from transferry.runtime.decoding.logits import log_sum_exp
 from transferry.runtime.decoding.search import pad_sources
 from transferry.runtime.engine.tasks.fill_mask import FillMask
 from transferry.runtime.errors import InputError
-from transferry.runtime.proof.compare import Case, Tolerance, compare, observe, truth
+from transferry.runtime.proof.compare import Case, Tolerance, compare, observe
 from transferry.runtime.proof.divergence import Divergence, RankErrors
 from transferry.runtime.proof.report import Difference
 from transferry.runtime.proof.tally import Tally
@@ -66,7 +66,9 @@ def _given_answers(
         name = f"text, rows {', '.join(map(str, batch[:3]))}{' ...' if len(batch) > 3 else ''}"
         case = Case(name, source, mask, target, 0, stage=TEXT)
         sides, found = oracle.observe(case), observe(subject.model, case)
-        compared = compare(case, truth(case, *sides), found, oracle.tolerance, subject.tensors)
+        compared = compare(
+            case, oracle.judged(case, sides), found, oracle.tolerance, subject.tensors
+        )
         # The loss of an int8 variant is its loss against the model as trained.
         trained = observe(oracle.trained, case) if oracle.rounds else sides[1]
         for number, row in enumerate(batch):
@@ -121,7 +123,7 @@ def _readings(
         if fills and mask_id is not None:
             case.source[:, places] = mask_id
         (sides, least), given = oracle.sides(case), observe(subject.model, case)
-        expected = truth(case, *sides, least=least)
+        expected = oracle.judged(case, sides, least)
         found.comparisons += compare(case, expected, given, oracle.tolerance, subject.tensors)
         trained = observe(oracle.trained.encoder, case) if oracle.rounds else sides[1]
         yield Findings(steps=1)

@@ -105,10 +105,14 @@ class Oracle:
         if id(case) in self._truths:
             return self._truths[id(case)][1]
         sides, least = self.sides(case)
-        found = truth(case, *sides, least=least)
+        found = self.judged(case, sides, least)
         if self.remembers:
             self._truths[id(case)] = case, found
         return found
+
+    def judged(self, case: Case, sides: Sequence[Tensors], least: float = 0.0) -> Truth:
+        """Returns the expected tensors of a case, given those of `sides`."""
+        return truth(case, *sides, least=least, borders=bool(self.others))
 
     def sides(self, case: Case) -> tuple[list[Tensors], float]:
         """Runs a case, the head moved by rounding too; returns the tensors and the head's unit."""

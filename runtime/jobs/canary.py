@@ -20,9 +20,9 @@ from transferry.runtime.errors import ParityError
 from transferry.runtime.ort.open_model import open_model
 from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.precision import Precision
-from transferry.runtime.proof.compare import HEAD, INT8_STEP, Tolerance, Truth
+from transferry.runtime.proof.compare import HEAD, Tolerance, Truth
 from transferry.runtime.proof.recorded import Reference, check_reference
-from transferry.runtime.proof.units import ENTRIES, logit_units
+from transferry.runtime.proof.units import ENTRIES, INT8_STEP, logit_units
 
 
 class Canary:

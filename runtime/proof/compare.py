@@ -17,12 +17,11 @@ from numpy.typing import NDArray
 
 from transferry.runtime.decoding.decoder import ObservableDecoder, ObservableEncoder, State, Tensors
 from transferry.runtime.precision import EPSILON, FLOAT32, Precision
-from transferry.runtime.proof.units import CROSSED, Units, by_position, quantile
+from transferry.runtime.proof.units import INT8_STEP, Units, by_position, quantile
 
-INT8_STEP = 2.0**-8  # half of one of a scale's 127 steps, which inputs are rounded to
 # Of so many positions where a value crossed the border of two integers, one more may have crossed
 # unforeseen: where an error grows before it is rounded.
-FORESEEN = 16
+FORESEEN = 4
 
 ErrorT = TypeVar("ErrorT", float, NDArray[np.float64])
 # "encoder" is `start`, or an encoder-only model; the steps are a decoder's; "text" is all of these
@@ -213,18 +212,25 @@ def units_of(case: Case, oracle: Tensors, head: float = 0.0) -> dict[str, Units]
     return units
 
 
-def truth(case: Case, oracle: Tensors, *references: Tensors, least: float = 0.0) -> Truth:
+def truth(
+    case: Case,
+    oracle: Tensors,
+    *references: Tensors,
+    least: float = 0.0,
+    borders: bool = False,
+) -> Truth:
     """Returns the expected tensors of a case, given those of the oracle and of torch in float32.
 
-    torch's error at a position is the largest over all references; see `Units.own`. Of several,
-    the others show how far a value at the border of two integers moves the rest.
+    torch's error at a position is the largest over all references; see `Units.own`. With `borders`
+    these show how far a value at the border of two integers moves the rest.
 
     The scores of a head are few and may cancel to nearly zero too; `least` is a lower bound of the
     unit of their error (`export.torch_model.moved_heads`).
     """
     found = Truth(oracle, {}, least)
     for name, units in found.units(case).items():
-        found.errors[name] = units.own(*(each[name] for each in references))
+        given = (each[name] for each in references)
+        found.errors[name] = units.own(*given, borders=borders)
     return found
 
 
@@ -316,8 +322,9 @@ def judge(
     error = np.concatenate(errors)
     if not error.size:
         return 0.0, 0.0, tolerance.budget(0.0)
-    unforeseen = (error > budgets) & (error <= tolerance.crossed) & (own <= CROSSED)
-    if unforeseen.sum() <= -(-(own > CROSSED).sum() // FORESEEN) and tolerance.crossed < math.inf:
+    crossed = own >= INT8_STEP
+    unforeseen = (error > budgets) & (error <= tolerance.crossed) & ~crossed
+    if unforeseen.sum() <= -(-crossed.sum() // FORESEEN) and tolerance.crossed < math.inf:
         budgets[unforeseen] = tolerance.crossed
     worst = int((error / budgets).argmax())
     return float(error[worst]), float(own[worst]), float(budgets[worst])

@@ -21,7 +21,10 @@ SAMPLE = 1024
 ENTRIES, ERRORS = 3.0, 2.5
 # torch's error at a position is at least this: of few sums it may by chance round little.
 LEAST = 2.0**-21
-CROSSED = 2.0**-14  # least error of a position where a value crossed the border of two integers
+INT8_STEP = 2.0**-8  # half of one of a scale's 127 steps, which inputs are rounded to
+# Least error of a position that a value at the border of two integers moves: twice the border that
+# `export.oracle.rounding` foresees, so that other values there may cross in their turn.
+CROSSED = 2.0**-19
 SHARED = 8.0  # times the median, that the worst error of a position counts for all of them
 
 
@@ -162,12 +165,16 @@ class Units:
         """Returns the largest of `errors`; 0 without entries."""
         return float(np.max([0.0, *(each.max(initial=0.0) for each in self.errors(found))]))
 
-    def own(self, *references: NDArray[Any]) -> NDArray[np.float64]:
+    def own(self, *references: NDArray[Any], borders: bool = False) -> NDArray[np.float64]:
         """Returns torch's error at each position `[positions]`, in units.
 
         All entries may share one error, for instance the error of a large channel, and in torch it
         may by chance be small: the worst position counts for all, up to 8 times the median, and a
         single position has a lower bound twice as large.
+
+        Args:
+            references: The tensor in float32; with the values at a border rounded the other way.
+            borders: Whether values are rounded to integers.
         """
         levels, worst = np.zeros((2, len(references), len(self.exact)))
         for number, reference in enumerate(references):
@@ -179,12 +186,11 @@ class Units:
                 worst[number, part] = errors.max(axis=1)
         most = worst.max(axis=0, initial=0.0)
         own: NDArray[np.float64] = np.maximum(levels.max(axis=0, initial=0.0), most)
-        # A value that crosses a border moves few entries, or all of them, of its position alone.
-        crossed = (most > CROSSED) & (len(references) > 1)
+        crossed = (most > CROSSED) & borders
         if (calm := own[~crossed]).size:
             shared = np.minimum(calm.max(), SHARED * quantile(calm, 0.5))
             own[~crossed] = np.maximum(np.maximum(calm, shared), LEAST * (1 + 1 / len(own)))
-        own[crossed] = most[crossed]
+        own[crossed] = np.maximum(most.max(initial=0.0), INT8_STEP)
         return own
 
 

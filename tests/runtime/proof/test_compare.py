@@ -158,7 +158,7 @@ def test_a_value_at_a_border_widens_the_budget_of_its_position_alone() -> None:
     """Of several references, as of int8: the others round to the other integer."""
     crossed = answer()
     crossed["logits"][1, 0, 3] += 0.05
-    expected = truth(CASE, ORACLE, answer(), crossed, answer())
+    expected = truth(CASE, ORACLE, answer(), crossed, answer(), borders=True)
     tolerance = Tolerance.of("int8")
     assert not compare(CASE, expected, crossed, tolerance)[0].fault
     # One more may cross unforeseen, and two may not.
@@ -168,7 +168,7 @@ def test_a_value_at_a_border_widens_the_budget_of_its_position_alone() -> None:
             found["logits"][row, step, 5] += 0.02
         assert bool(compare(CASE, expected, found, tolerance)[0].fault) is faults
     # Where none crossed, none may.
-    calm = truth(CASE, ORACLE, answer(), answer(), answer())
+    calm = truth(CASE, ORACLE, answer(), answer(), answer(), borders=True)
     assert compare(CASE, calm, crossed, tolerance)[0].fault
 
 
