@@ -32,7 +32,8 @@ from transferry.export.checks.searches import (
     whole_searches,
 )
 from transferry.export.checks.task_metrics import task_metrics
-from transferry.export.checks.texts import feeding, given_answers, readings
+from transferry.export.checks.tasks import ServedTasks
+from transferry.export.checks.texts import feeding, given_answers
 from transferry.export.checks.weights import ANOTHER, WEIGHTS, weights_claim
 from transferry.export.faults.self_test import self_test
 from transferry.export.oracle.cases import random_sources, source_of
@@ -212,7 +213,7 @@ class Verification:
 
     def checks(self) -> list[Check]:
         """Returns the checks, in order."""
-        subject, oracle, text = self.subject, self.oracle, self.text
+        subject, oracle = self.subject, self.oracle
         bundle, variant, fresh = subject.bundle, subject.variant, self.fresh
         found: list[Check] = []
         if self.request.effort.anew:
@@ -223,8 +224,9 @@ class Verification:
         found.append(batch_sizes(subject, oracle, self.batches.rows))
         if subject.decodes:
             found += self._searches()
-        elif text.sources:
-            found.append(readings(subject, oracle, text.sources, subject.checkpoint.head))
+        else:
+            tasks = ServedTasks(subject.checkpoint, oracle, self.request.texts)
+            found.append(tasks.check(bundle, subject.model, self.batches))
         engine = Engine(bundle, subject.model)
         found.append(claim(WRITTEN, lambda: [written(engine, self.request.texts)]))
         if self.request.cross_check:
@@ -240,8 +242,9 @@ class Verification:
 
     @property
     def tasks(self) -> Sequence[str]:
-        """Names of the tasks whose results are compared; without text none."""
-        return Engine(self.subject.bundle, self.subject.model).tasks if self.text.sources else ()
+        """Names of the tasks whose results are compared; of a decoder none without text."""
+        compared = self.text.sources or not self.subject.decodes
+        return Engine(self.subject.bundle, self.subject.model).tasks if compared else ()
 
     def _searches(self) -> list[Check]:
         """Returns the checks of a decoder: its positions, and its answers to text."""

@@ -81,10 +81,11 @@ def _given_answers(
 
 def passages(subject: Subject[Any], oracle: Oracle, texts: Sequence[Sequence[int]]) -> list[Check]:
     """Returns a check of every tensor for each text, without a choice."""
-    return numbers(subject, oracle, [_passage(row, text) for row, text in enumerate(texts)])
+    return numbers(subject, oracle, [passage(row, text) for row, text in enumerate(texts)])
 
 
-def _passage(row: int, text: Sequence[int]) -> Case:
+def passage(row: int, text: Sequence[int]) -> Case:
+    """Returns the case of a text alone."""
     tokens = np.array([text], np.int64)
     nothing = np.zeros((1, 0), np.int64)
     return Case(f"text, row {row}", tokens, np.ones_like(tokens, np.bool_), nothing, 0, stage=TEXT)
@@ -118,7 +119,7 @@ def _readings(
     found, forcing = Findings(), TeacherForcing()
     tally = Tally(FillMask.name if fills or head is None else head.task, oracle.tolerance)
     for row, text in enumerate(texts):
-        case = _passage(row, text)
+        case = passage(row, text)
         places = np.arange(len(special.before), len(text), HIDE_EVERY)
         if fills and mask_id is not None:
             case.source[:, places] = mask_id
@@ -137,7 +138,7 @@ def _readings(
         forcing.add([0, *left.argmax(axis=1)], exact, left, right, meant)
         where = places if fills else np.arange(len(left))
         borders = bool(oracle.others)
-        _Choices(exact, left, others, right, least, where, borders, oracle.tolerance).count(
+        Choices(exact, left, others, right, least, where, borders, oracle.tolerance).count(
             row, tally
         )
     yield Findings(comparisons=found.comparisons, forcing=forcing)
@@ -146,7 +147,7 @@ def _readings(
 
 
 @dataclass(frozen=True)
-class _Choices:
+class Choices:
     """Scores among which one text's tokens or labels are chosen.
 
     Attributes:

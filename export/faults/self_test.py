@@ -25,7 +25,8 @@ from transferry.export.checks.searches import (
     served_searches,
     whole_searches,
 )
-from transferry.export.checks.texts import feeding, given_answers, readings
+from transferry.export.checks.tasks import ServedTasks
+from transferry.export.checks.texts import feeding, given_answers
 from transferry.export.checks.weights import weights_claim
 from transferry.export.faults import graph_faults, weight_faults
 from transferry.export.faults.fault import Fault, rare_tokens
@@ -261,13 +262,11 @@ class BundleTest:
     def step_checks(self, copy: BundleSubject) -> Iterator[Check]:
         """Yields the checks of the step graphs."""
         yield from numbers(copy, self.oracle, self.cases)
-        text = self.text(self.sources)
-        if not text.sources:
-            return
+        text, batches = self.text(self.sources), copy.model.batches
         if not copy.decodes:
-            yield readings(copy, self.oracle, text.sources)
+            yield self.tasks.check(copy.bundle, copy.model, batches)
+        if not copy.decodes or not text.sources:
             return
-        batches = copy.model.batches
         yield from served_searches(copy, self.oracle, text, self.honest.variant, batches)
         yield given_answers(copy, self.oracle, partial(feeding, text, self.oracle.special), 0)
 
@@ -275,6 +274,12 @@ class BundleTest:
         """Yields the checks of the graph `generate`; the step graphs, honest then, do not run."""
         rows = copy.model.batches.rows
         yield from whole_searches(copy, self.oracle, self.text(self.sources), rows)
+
+    @cached_property
+    def tasks(self) -> ServedTasks:
+        """The tasks of an encoder-only model on the sources as text."""
+        decode = self.honest.checkpoint.tokenizer.decode
+        return ServedTasks(self.honest.checkpoint, self.oracle, list(map(decode, self.sources)))
 
     @cached_property
     def cases(self) -> list[Case]:
@@ -325,6 +330,8 @@ class BundleTest:
         drawn = [(5, 9, 2), (3, 16, 0), (3, 5, 7), (2, most, most)]
         cases = random_cases(config, drawn, seed=1000)
         cases += _with_rare_tokens(config, seed=1000)
+        if not config.decoder_layers:  # else searches show the rows of large batches
+            cases += random_cases(config, [(self.honest.model.batches.rows, 8, 0)], seed=1000)
         return honest_truths(self.oracle, self.honest.model, cases)
 
     def _unseen_sources(self) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""Faults of any variant: in every output of every graph, and in every kind of stored weight.
+"""Faults of any variant: in outputs, in kinds of stored weight, and in batches of an encoder alone.
 
 The faults of `graph_faults` know how the portable graphs are built. These know only the manifest,
 so that no graph is left out, whichever is added.
@@ -7,15 +7,17 @@ so that no graph is left out, whichever is added.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from transferry.export.faults.fault import Fault
+from transferry.export.faults.fault import Fault, decodes
 from transferry.export.subject.bundle_copy import BundleCopy, add, constant, replace
 from transferry.runtime.bundle.specs import TensorSpec
+from transferry.runtime.decoding.batching import BatchOptions
 
 SMALL = 1.01  # factor of a wrong value
 LARGE = 2.0  # the same of a value that is good to a bound
@@ -24,8 +26,12 @@ NAMED = re.compile(r"(model\.|scale\.|.*\.weight\.|.*\.bias)")
 
 
 def variant_faults(copy: BundleCopy) -> list[Fault]:
-    """Returns a fault for each role of each graph's outputs, and for each kind of weight."""
-    return [*_output_faults(copy), *_weight_faults(copy)]
+    """Returns a fault for each role of each graph's outputs, and for each kind of weight.
+
+    Of an encoder alone also those of batches, which no search would show.
+    """
+    batches = [] if decodes(copy.config) else batch_faults()
+    return [*_output_faults(copy), *_weight_faults(copy), *batches]
 
 
 def _output_faults(copy: BundleCopy) -> list[Fault]:
@@ -85,3 +91,75 @@ def _wrong_entry(name: str, copy: BundleCopy) -> str:
 
     copy.edit(name.removeprefix("model."), change)
     return f"{name}, entry {place} of {copy.array(name.removeprefix('model.')).size}"
+
+
+# Gives which rows of a batch are wrong `[rows]`, from the mask and the numbers of the rows.
+Which = Callable[[ir.Value, ir.Value], ir.Value]
+
+
+def batch_faults() -> list[Fault]:
+    """Returns faults that only rows beside others show, or late rows of a batch."""
+    last = BatchOptions().rows - 1
+    scaled: dict[str, Which] = {
+        "rows from the 8th on wrong": partial(_from_row, 7),
+        "the last row of a batch of the most rows wrong": partial(_from_row, last),
+        "rows with padding wrong": lambda mask, rows: _padded(mask),
+        "batches of unequal rows wrong": lambda mask, rows: _any(_padded(mask)),
+    }
+    found = [Fault(kind, partial(_wrong_rows, which)) for kind, which in scaled.items()]
+    return [*found, Fault("rows of a batch's last quarter swapped", _swapped)]
+
+
+def _rows(mask: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """Returns the number of rows `[]`, and the numbers of the rows `[rows]`, both int64."""
+    count = add(mask, "Squeeze", add(mask, "Shape", mask, start=0, end=1))
+    return count, add(mask, "Range", constant(mask, 0), count, constant(mask, 1))
+
+
+def _from_row(first: int, mask: ir.Value, rows: ir.Value) -> ir.Value:
+    return add(mask, "GreaterOrEqual", rows, constant(mask, first))
+
+
+def _padded(mask: ir.Value) -> ir.Value:
+    tokens = add(mask, "CastLike", mask, constant(mask, 1))
+    lengths = add(mask, "ReduceSum", tokens, constant(mask, [1]), keepdims=0)
+    return add(mask, "Less", lengths, add(mask, "Shape", mask, start=1, end=2))
+
+
+def _any(rows: ir.Value) -> ir.Value:
+    several = add(rows, "CastLike", rows, constant(rows, 1))
+    count = add(rows, "ReduceSum", several, constant(rows, [0]), keepdims=1)
+    return add(rows, "Greater", count, constant(rows, 0))
+
+
+def _each_output(copy: BundleCopy, wrong: Callable[[ir.Value, ir.Value], ir.Value]) -> None:
+    """Replaces each output of the encoder by a function of it and the mask."""
+    graph, (name,) = copy.graphs["encoder"].graph, copy.specs["encoder"].names("source_mask")
+    (mask,) = [value for value in graph.inputs if value.name == name]
+    for output in list(graph.outputs):
+        replace(output, partial(wrong, mask), outside=True)
+
+
+def _wrong_rows(which: Which, copy: BundleCopy) -> str:
+    def wrong(mask: ir.Value, value: ir.Value) -> ir.Value:
+        chosen = which(mask, _rows(mask)[1])
+        shape = constant(value, [-1, *([1] * (len(value.shape or ()) - 1))])
+        column = add(value, "Reshape", add(value, "CastLike", chosen, value), shape)
+        return add(value, "Add", value, add(value, "Mul", value, column))
+
+    _each_output(copy, wrong)
+    return "encoder: outputs times 2"
+
+
+def _swapped(copy: BundleCopy) -> str:
+    def wrong(mask: ir.Value, value: ir.Value) -> ir.Value:
+        count, rows = _rows(mask)
+        quarter = add(value, "Div", count, constant(value, 4))
+        first = add(value, "Sub", count, quarter)
+        ends = add(value, "Sub", add(value, "Add", first, count), constant(value, 1))
+        late = add(value, "GreaterOrEqual", rows, first)
+        order = add(value, "Where", late, add(value, "Sub", ends, rows), rows)
+        return add(value, "Gather", value, order, axis=0)
+
+    _each_output(copy, wrong)
+    return "encoder: outputs, from last to first"

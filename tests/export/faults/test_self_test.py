@@ -133,7 +133,8 @@ def test_gate_without_cases_still_has_the_searches(
     found = self_tested(side, blunt(), stored=False)["weights of an untrained model"]
     assert found.caught_by in {"greedy", "text"}
     missed = self_tested(without_text(side), blunt(), stored=False)["weights of an untrained model"]
-    assert (missed.changes_answer, missed.caught_by) == (True, "")
+    alone = not side[0].model.config.decoder_layers  # its tasks read words of random tokens
+    assert (missed.changes_answer, missed.caught_by) == (True, "text" if alone else "")
 
 
 def test_guard_that_lets_the_cpu_pass_for_cuda_is_found_out(

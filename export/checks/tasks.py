@@ -1,0 +1,374 @@
+"""Tasks of an encoder-only model as the engine serves them, beside torch on each row alone.
+
+A result is proven in two steps. The tensors of each row of each batch that the engine computes are
+compared with torch's, of that row alone and without padding. The result must equal that of a plain
+second implementation on these tensors, which shares no code with the runtime's tasks.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain, cycle, islice
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from transferry.build_model.checkpoint import Checkpoint
+from transferry.export.checks.check import Check, Findings
+from transferry.export.checks.texts import TEXT, Choices, passage
+from transferry.export.oracle.cases import MOST_LOGITS
+from transferry.export.oracle.oracle import Oracle
+from transferry.export.oracle.results import EXACT, PROBABILITIES, RESULTS, Inputs, Row
+from transferry.export.oracle.served import REPLICAS
+from transferry.export.oracle.teacher_forcing import TeacherForcing, chosen_from
+from transferry.runtime.bundle.bundle import Bundle
+from transferry.runtime.decoding.batching import BatchOptions
+from transferry.runtime.decoding.decoder import Tensors
+from transferry.runtime.engine.engine import Engine
+from transferry.runtime.ort.encoder import EncoderModel
+from transferry.runtime.proof.compare import (
+    Case,
+    Comparison,
+    Truth,
+    compare,
+    limited,
+    observe,
+    truth,
+)
+from transferry.runtime.proof.tally import Tally
+
+Floats = NDArray[np.float64]
+
+MIXED = range(2, 9)  # rows of the calls whose rows differ much in length
+SAMPLED = 8  # one row in so many is embedded too
+FEW = 2  # texts that the other tasks read
+
+
+@dataclass(frozen=True, eq=False)
+class Expected:
+    """torch's tensors of a row.
+
+    Attributes:
+        row: The row.
+        case: It alone, without padding.
+        truth: torch's tensors, in float64, and its errors.
+        values: Numbers of results, in float64, and torch's own error, by name.
+        choices: Scores to choose from, of each side of torch, as trained last.
+    """
+
+    row: Row
+    case: Case
+    truth: Truth
+    values: Mapping[str, tuple[Floats, float]]
+    choices: Sequence[Floats]
+
+
+# Further settings of a task, tried on a few rows.
+OTHERWISE: Mapping[str, Sequence[Mapping[str, Any]]] = {
+    "embed": [{"pooling": "mean", "normalise": True}, {"pooling": "first"}],
+    "tag": [{"aggregation": each} for each in ("simple", "first", "average", "max")],
+    "fill-mask": [{"top": 1}],
+}
+SPECIAL = "special"  # rows of the main task that are no line of the text
+
+
+class Watched(EncoderModel):
+    """A served model that shows the tensors of each batch to a function."""
+
+    def __init__(self, model: EncoderModel, shown: Callable[[Any, Any, Tensors], None]) -> None:
+        """Shares the sessions of a model."""
+        vars(self).update(vars(model))
+        self._shown = shown
+
+    def encode(self, source: Any, mask: Any, outputs: Any = None) -> dict[str, Any]:
+        """Encodes as the model does, which computes all outputs whichever it returns."""
+        found = super().encode(source, mask)
+        self._shown(source, mask, found)
+        return {name: found[name] for name in outputs or self.outputs}
+
+
+@dataclass(eq=False)
+class _Serving:
+    """Calls of an engine whose batches are watched.
+
+    Attributes:
+        rows: Expected tensors, by the tokens of a row.
+        oracle: torch's side.
+        inputs: Tokenizer and head.
+        served: The different tensors that batches gave for a row, by its tokens.
+        worst: The worst comparison of each row and tensor.
+        problems: Results that differ from those of their tensors, by task.
+        failing: Batches with a wrong tensor.
+    """
+
+    rows: Mapping[tuple[int, ...], Expected]
+    oracle: Oracle
+    inputs: Inputs
+    served: dict[tuple[int, ...], list[Tensors]] = field(default_factory=dict)
+    worst: dict[tuple[str, str], Comparison] = field(default_factory=dict)
+    problems: dict[str, str] = field(default_factory=dict)
+    failing: list[Case] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def shown(self, source: Any, mask: Any, found: Tensors) -> None:
+        """Compares the tensors of a batch with torch's of each row alone."""
+        for place, length in enumerate(mask.sum(axis=1).tolist()):
+            ids = tuple(source[place, :length].tolist())
+            tensors = {
+                name: (each[place, :length] if each.ndim > 2 else each[place])[None]
+                for name, each in found.items()
+            }
+            with self.lock:
+                if not self._compared(ids, tensors) and not self.failing:
+                    nothing = np.zeros((len(source), 0), np.int64)
+                    name = f"{TEXT}, {len(source)} rows of {source.shape[1]}"
+                    self.failing.append(Case(name, source, mask, nothing, 0, stage=TEXT))
+
+    def _compared(self, ids: tuple[int, ...], tensors: Tensors) -> bool:
+        """Compares the tensors of a row, unless they are those of a batch before."""
+        if (row := self.rows.get(ids)) is None:
+            fault = f"the engine reads {list(ids)}, expected one of the rows"
+            self._keep(Comparison(TEXT, "source", TEXT, np.inf, 0.0, 0.0, fault))
+            return False
+        for one in self.served.setdefault(ids, []):
+            if all(np.array_equal(one[name], each) for name, each in tensors.items()):
+                return True
+        self.served[ids].append({name: each.copy() for name, each in tensors.items()})
+        tolerance = self.oracle.tolerance
+        compared = compare(row.case, row.truth, tensors, tolerance)
+        for name, value in self.inputs.values(tensors).items():
+            exact, own = row.values[name]
+            error = float(np.abs(value - exact).max(initial=0.0)) / _unit(name, exact)
+            compared.append(limited(row.case.name, name, TEXT, error, own, tolerance.budget(own)))
+        for each in compared:
+            self._keep(each)
+        return not any(each.fault for each in compared)
+
+    def _keep(self, found: Comparison) -> None:
+        key = found.case, found.tensor
+        known = self.worst.get(key)
+        if known is None or (bool(found.fault), found.error) > (bool(known.fault), known.error):
+            self.worst[key] = found
+
+    def answer(self, engine: Engine, task: str, rows: Sequence[Row], **settings: Any) -> None:
+        """Answers rows in one call, and compares each result with a second implementation's."""
+        self._answer(engine, task, rows, [row.given() for row in rows], settings)
+
+    def embed_ids(self, engine: Engine, rows: Sequence[Row]) -> None:
+        """Embeds the tokens of rows."""
+        self._answer(engine, "embed", rows, [row.as_ids() for row in rows], {})
+
+    def _answer(
+        self,
+        engine: Engine,
+        task: str,
+        rows: Sequence[Row],
+        given: Sequence[Any],
+        settings: Mapping[str, Any],
+    ) -> None:
+        method = getattr(engine, task.replace("-", "_"))
+        results = method(given, long_rows="truncate", **settings)
+        for row, result in zip(rows, results, strict=True):
+            told = "" if result.error is None else f"is an error: {result.error.message}"
+            served = self.served.get(row.ids, ())
+            if not told and not any(
+                RESULTS[task](self.inputs, row, result, tensors, **settings) for tensors in served
+            ):
+                told = "does not follow from its tensors"
+            if told:
+                named = " with ".join([task, *(f"{k} {v}" for k, v in settings.items())])
+                self.problems.setdefault(task, f"{named}: the result of {row.texts} {told}")
+        self.problems.setdefault(task, "")
+
+    def comparisons(self) -> list[Comparison]:
+        """Returns the worst comparison of each tensor of each row, and one of each task."""
+        results = [
+            Comparison(TEXT, task, TEXT, np.inf if problem else 0.0, 0.0, EXACT, problem)
+            for task, problem in self.problems.items()
+        ]
+        return [*(self.worst[key] for key in sorted(self.worst)), *results]
+
+
+def _unit(name: str, exact: Floats) -> float:
+    """Returns the unit of the error of a value: 1 of probabilities, else the largest entry."""
+    return 1.0 if name == PROBABILITIES else float(np.abs(exact).max(initial=0.0)) or 1.0
+
+
+def _most(model: EncoderModel, batches: BatchOptions) -> int:
+    """Returns the most tokens of a row with which a batch can have its most rows."""
+    return max(1, min(batches.tokens, model.batches.tokens) // batches.rows)
+
+
+class ServedTasks:
+    """The check of every task of an encoder-only model.
+
+    Attributes:
+        main: The task that reads every text: the head's, else filling of masks, else embedding.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, oracle: Oracle, texts: Sequence[str]) -> None:
+        """Takes torch's side and texts; without texts, words of random tokens are read."""
+        self.inputs = Inputs(checkpoint, texts)
+        self.oracle, self.judges = oracle, bool(texts)
+        self.head, special = checkpoint.head, checkpoint.tokenizer.special
+        fills = oracle.config.lm_head and special.mask_id is not None
+        tasks = ["fill-mask", "embed"] if fills else ["embed"]
+        if self.head is not None and self.head.task != "embed":
+            tasks = [self.head.task, *tasks]
+        ranks = self.head is not None and self.head.task == "classify"
+        if ranks and len(self.inputs.head.labels) == 1:
+            tasks.append("rank")
+        self.tasks = tasks
+        self.main = self.tasks[0]
+        self._kept: dict[int, list[list[tuple[str, Expected]]]] = {}
+
+    def check(self, bundle: Bundle, model: EncoderModel, batches: BatchOptions) -> Check:
+        """Returns the check of a variant, in batches of at most this size."""
+        steps = len(self.inputs.rows(self.main))
+        return Check(TEXT, partial(self._run, bundle, model, batches), steps)
+
+    def _run(
+        self, bundle: Bundle, model: EncoderModel, batches: BatchOptions, so_far: Findings
+    ) -> Iterator[Findings]:
+        forcing, tally = TeacherForcing(), Tally(self.main, self.oracle.tolerance)
+        number = 0
+        for place, chunk in enumerate(self._chunks(_most(model, batches))):
+            serving = _Serving({each.row.ids: each for _, each in chunk}, self.oracle, self.inputs)
+            watched = Watched(model, serving.shown)
+            engine = Engine(bundle, watched, replicas=REPLICAS, batches=batches)
+            self._serve(engine, serving, chunk, whole=not place)
+            yield Findings(comparisons=serving.comparisons(), failing=serving.failing)
+            for task, each in chunk:
+                if task == self.main:
+                    self._choose(number, each, serving.served.get(each.row.ids, ()), forcing, tally)
+                    number += 1
+                    yield Findings(steps=1)
+        if self.judges and forcing.tokens:
+            yield Findings(forcing=forcing)
+            yield Findings(decisions=[tally.decisions()])
+
+    def _serve(
+        self,
+        engine: Engine,
+        serving: _Serving,
+        chunk: Sequence[tuple[str, Expected]],
+        *,
+        whole: bool,
+    ) -> None:
+        """Answers the rows of a chunk; of the first one in every way."""
+        rows: dict[str, list[Row]] = {}
+        for task, each in chunk:
+            rows.setdefault(task, []).append(each.row)
+        mains = [*rows.get(SPECIAL, ()), *rows.get(self.main, ())]
+        for task in {*self.tasks, *engine.tasks}:
+            if task not in self.tasks or task not in engine.tasks:
+                told = "the bundle does not offer it" if task in self.tasks else "it has no check"
+                serving.problems[task] = f"{task} is not verified: {told}"
+        for task in [task for task in self.tasks if task in engine.tasks]:
+            own = mains if task == self.main else rows.get(task, ())
+            serving.answer(engine, task, own)
+            for settings in OTHERWISE.get(task, ()) if whole else ():
+                serving.answer(engine, task, own[: max(MIXED)], **settings)
+        if self.main != "embed":
+            serving.embed_ids(engine, mains[::SAMPLED])
+        if whole and self.main in engine.tasks:
+            self._fill(engine, serving, mains)
+
+    def _fill(self, engine: Engine, serving: _Serving, rows: Sequence[Row]) -> None:
+        """Answers rows in full batches of the most rows, and in small ones of unequal lengths."""
+        slots = engine.batches.rows
+        short = [row for row in rows if len(row.ids) <= _most(engine.encoder, engine.batches)]
+        # Sorted by length, a row whose length no other has would fill several places in turn.
+        lengths = Counter(len(row.ids) for row in set(short))
+        alike = [row for row in short if lengths[len(row.ids)] > 1]
+        count = REPLICAS * slots + slots // 2
+        serving.answer(engine, self.main, list(islice(cycle(alike or short or rows), count)))
+        long = rows[:: max(1, len(rows) // sum(MIXED))]
+        mixed = cycle(chain(*zip(long, cycle(short or rows), strict=False)))
+        for count in MIXED:
+            serving.answer(engine, self.main, list(islice(mixed, count)))
+
+    def _chunks(self, most: int) -> Iterator[list[tuple[str, Expected]]]:
+        """Yields rows with their tasks and torch's tensors, as many at once as fit into memory.
+
+        Short rows have at most so many tokens.
+        """
+        if most in self._kept:
+            yield from self._kept[most]
+            return
+        config, inputs = self.oracle.config, self.inputs
+        rows = [(SPECIAL, row) for row in inputs.special_rows(self.main, most)]
+        for task in self.tasks[1:]:
+            rows += [(task, row) for row in inputs.rows(task)[:FEW]]
+        rows += [(self.main, row) for row in inputs.rows(self.main)]
+        width = config.vocabulary_size if config.lm_head else config.d_model
+        chunk: list[tuple[str, Expected]] = []
+        known: dict[tuple[int, ...], Expected] = {}
+        kept, tokens = [], 0
+        for number, (task, row) in enumerate(rows):
+            if row.ids not in known:
+                known[row.ids] = self._of_torch(number, row)
+                tokens += len(row.ids)
+            chunk.append((task, known[row.ids]))
+            if tokens * width >= MOST_LOGITS // 2 or number == len(rows) - 1:
+                yield chunk
+                if self.oracle.remembers:
+                    kept.append(chunk)
+                chunk, known, tokens = [], {}, 0
+        if self.oracle.remembers:
+            self._kept[most] = kept
+
+    def _of_torch(self, number: int, row: Row) -> Expected:
+        case = passage(number, row.ids)
+        sides, least = self.oracle.sides(case)
+        exact, *others = [self.inputs.values(side) for side in sides]
+        values = {}
+        for name, value in exact.items():
+            own = max(float(np.abs(side[name] - value).max(initial=0.0)) for side in others)
+            values[name] = value, own / _unit(name, value)
+        trained = sides[1]
+        if self.oracle.rounds:
+            trained = observe(self.oracle.trained.encoder, case)
+        choices = [self._scores(row, tensors) for tensors in (*sides, trained)]
+        return Expected(row, case, truth(case, *sides, least=least), values, choices)
+
+    def _scores(self, row: Row, tensors: Tensors) -> Floats:
+        """Returns the scores among which tokens or labels are chosen `[choices, options]`."""
+        if self.main == "fill-mask":
+            mask_id = self.inputs.special.mask_id
+            scores = tensors["logits"][0, np.array(row.ids) == mask_id]
+        else:
+            scores = chosen_from(tensors, self.head if self.main != "embed" else None)
+        found: Floats = scores.astype(np.float64)
+        return found
+
+    def _choose(
+        self,
+        number: int,
+        row: Expected,
+        served: Sequence[Tensors],
+        forcing: TeacherForcing,
+        tally: Tally,
+    ) -> None:
+        """Counts the choices of a row, those of its worst repetition."""
+        exact, left, *others, meant = row.choices
+        if not exact.size or not served:
+            return
+        found = [self._scores(row.row, tensors) for tensors in served]
+        wanted = left.argmax(axis=1)
+        right = max(
+            found,
+            key=lambda one: (
+                int((one.argmax(axis=1) != wanted).sum()),
+                float(np.nan_to_num(np.abs(one - exact).max(), nan=np.inf)),
+            ),
+        )
+        forcing.add([0, *wanted], exact, left, right, meant)
+        borders = bool(self.oracle.others)
+        given = exact, left, others, right, row.truth.least, np.arange(len(exact)), borders
+        Choices(*given, self.oracle.tolerance).count(number, tally)

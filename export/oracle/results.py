@@ -1,0 +1,292 @@
+"""Inputs of the tasks of an encoder-only model, and their results by a plain second implementation.
+
+The runtime's tokenizer is used, its code of the tasks is not: a fault there shows as a difference.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import cycle, islice, pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from transferry.build_model.checkpoint import Checkpoint
+from transferry.export.oracle.cases import random_sources
+from transferry.runtime.bundle.head import Aggregation, HeadSettings
+from transferry.runtime.decoding.decoder import Tensors
+from transferry.runtime.engine.prompts import Asked, Prompt
+from transferry.runtime.engine.tasks.fill_mask import MASK
+
+Floats = NDArray[np.float64]
+
+HIDDEN = 7  # one word in so many is hidden
+SHORT_ROWS = 6  # different short rows
+ALIKE = 2  # short rows of one length, so that sorted by length neighbours differ
+LETTERS = 6  # of the word of a short row at most
+MADE_UP = 8  # texts of random tokens, without text
+PROBABILITIES = "probabilities"
+EXACT = 2.0**-22  # of results made of the same tensors, over the largest: float32 rounds vectors
+
+
+class Once(str):
+    """A text that equals no other, so that the engine answers each repetition."""
+
+    __slots__ = ()
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+
+@dataclass(frozen=True)
+class Row:
+    """An input of a task.
+
+    Attributes:
+        texts: One text, or the two of a pair.
+        ids: Its tokens.
+    """
+
+    texts: tuple[str, ...]
+    ids: tuple[int, ...]
+
+    def given(self) -> Any:
+        """Returns the row as the engine's methods take it, unequal to all others."""
+        texts = tuple(map(Once, self.texts))
+        return texts if len(texts) > 1 else texts[0]
+
+    def as_ids(self) -> Asked:
+        """Returns the row as the tokens that `embed` takes."""
+        return Asked(Prompt(Once(json.dumps(self.ids)), "ids"))
+
+
+class Inputs:
+    """Rows of texts for each task, encoded without the runtime's preprocessing."""
+
+    def __init__(self, checkpoint: Checkpoint, texts: Sequence[str]) -> None:
+        """Takes the tokenizer and head of a checkpoint; without texts, random tokens as text."""
+        self.tokenizer, config = checkpoint.tokenizer, checkpoint.model.config
+        self.special = special = self.tokenizer.special
+        self.head = checkpoint.head or HeadSettings("embed")
+        self.with_head = checkpoint.head is not None
+        limits = config.max_positions, self.head.longest, special.longest
+        self.most = min(limit for limit in limits if limit)
+        random = map(self.tokenizer.decode, random_sources(config, MADE_UP))
+        self.texts = [text for text in texts or random if text.strip()] or ["a"]
+
+    @property
+    def embeds(self) -> bool:
+        """Whether a head makes the vectors."""
+        return self.with_head and self.head.task == "embed"
+
+    def values(self, tensors: Tensors) -> dict[str, Floats]:
+        """Returns the numbers of results that tensors of one row decide, by name."""
+        found = {"vector": _vector(self, tensors, None, normalise=False)}
+        if (kind := self.head.probabilities) != "none":
+            found[PROBABILITIES] = _probabilities(tensors["head"][0], kind)
+        return found
+
+    def _kept(self, ids: Sequence[int]) -> tuple[int, ...]:
+        room = self.most - len(self.special.wrap([]))
+        left = max(0, len(ids) - room) if self.special.keeps_end else 0
+        return tuple(self.special.wrap(ids[left : left + room]))
+
+    def plain(self, text: str, prompt: str = "") -> Row:
+        """Returns a text after a prompt."""
+        return Row((text,), self._kept(self.tokenizer.encode(prompt + text)))
+
+    def masked(self, text: str) -> Row:
+        """Returns a text with some of its words hidden."""
+        words = text.split(" ")
+        hidden = len(words) // 2 % HIDDEN
+        words = [MASK if at % HIDDEN == hidden else each for at, each in enumerate(words)]
+        text = " ".join(words)
+        return Row((text,), self._kept(self.tokenizer.encode_masked(text.split(MASK))))
+
+    def pair(self, one: str, other: str) -> Row:
+        """Returns a pair of texts, never cut."""
+        left, right = map(self.tokenizer.encode, (self.head.prompt(None) + one, other))
+        ids = self.special.wrap([*left, *self.special.between, *right])
+        return Row((one, other), tuple(ids))
+
+    def rows(self, task: str) -> list[Row]:
+        """Returns the texts as rows of a task.
+
+        Of `classify` each text with the next too, where the pair fits.
+        """
+        if task == "rank":
+            return [row for row in self.rows("classify") if len(row.texts) > 1]
+        if task == "fill-mask":
+            return [self.masked(text) for text in self.texts]
+        prompt = "" if task == "tag" else self.head.prompt(None)
+        rows = [self.plain(text, prompt) for text in self.texts]
+        if task == "classify" and self.special.between:
+            pairs = (self.pair(*each) for each in pairwise([*self.texts, self.texts[0]]))
+            rows += [pair for pair in pairs if len(pair.ids) <= self.most]
+        return rows
+
+    def special_rows(self, task: str, most: int) -> list[Row]:
+        """Returns the longest row, the shortest one, and short ones of up to `most` tokens."""
+        masks = task == "fill-mask"
+        made = self.masked if masks else self.plain
+        prompt = () if masks or task == "tag" else (self.head.prompt(None),)
+        joined = " ".join(islice(cycle(self.texts), self.most))
+        words = joined.split()
+        short: dict[tuple[int, ...], Row] = {}
+        for number, word in enumerate(words):
+            piece = word[: 1 + number % LETTERS]
+            row = made(f"{piece} {piece}" if masks else piece, *prompt)
+            alike = sum(len(ids) == len(row.ids) for ids in short)
+            if len(row.ids) <= most and alike < ALIKE:
+                short[row.ids] = row
+            if len(short) == SHORT_ROWS:
+                break
+        return [made(joined, *prompt), made(words[0][:1], *prompt), *short.values()]
+
+
+def _probabilities(scores: NDArray[Any], kind: str) -> Floats:
+    exact = scores.astype(np.float64)
+    if kind == "softmax":
+        powers = np.exp(exact - exact.max(axis=-1, keepdims=True))
+        exact = powers / powers.sum(axis=-1, keepdims=True)
+    elif kind == "sigmoid":
+        exact = 1 / (1 + np.exp(np.minimum(-exact, 700)))
+    return exact
+
+
+def _vector(inputs: Inputs, tensors: Tensors, pooling: str | None, *, normalise: bool) -> Floats:
+    if pooling is None and inputs.embeds:
+        vector = tensors["head"][0].astype(np.float64)
+        vector = vector[: inputs.head.width or len(vector)]
+    else:
+        hidden = tensors["hidden"][0].astype(np.float64)
+        vector = hidden[0] if pooling == "first" else hidden.sum(axis=0) / len(hidden)
+    if normalise:
+        vector = vector / (math.sqrt(math.fsum(each * each for each in vector)) or 1.0)
+    found: Floats = vector
+    return found
+
+
+def _alike(found: Any, wanted: Any) -> bool:
+    """Whether numbers are the same but for the rounding of float32."""
+    one, other = np.asarray(found, np.float64), np.asarray(wanted, np.float64)
+    if one.shape != other.shape:
+        return False
+    return bool((np.abs(one - other) <= EXACT * np.abs(other).max(initial=0.0)).all())
+
+
+def _plain_embed(
+    inputs: Inputs,
+    row: Row,
+    result: Any,
+    tensors: Tensors,
+    pooling: str | None = None,
+    normalise: bool = False,
+) -> bool:
+    return _alike(result.vector, _vector(inputs, tensors, pooling, normalise=normalise))
+
+
+def _plain_classify(inputs: Inputs, row: Row, result: Any, tensors: Tensors) -> bool:
+    head, scores = inputs.head, tensors["head"][0]
+    values = _probabilities(scores, head.probabilities)
+    label = {"softmax": head.labels[int(scores.argmax())], "none": ""}.get(
+        head.probabilities,
+        ", ".join(name for name, score in zip(head.labels, scores, strict=True) if score >= 0),
+    )
+    named = [each.label for each in result.scores] == list(head.labels)
+    return named and result.label == label and _alike(result.numbers, values)
+
+
+def _plain_rank(inputs: Inputs, row: Row, result: Any, tensors: Tensors) -> bool:
+    (score,) = tensors["head"][0]
+    return _alike(result.score, _probabilities(np.array(score), inputs.head.rank))
+
+
+def _plain_fill_mask(inputs: Inputs, row: Row, result: Any, tensors: Tensors, top: int = 5) -> bool:
+    ids, decode = np.array(row.ids), inputs.tokenizer.decode
+    top = min(top, tensors["logits"].shape[-1])
+    places = np.flatnonzero(ids == inputs.special.mask_id)
+    scores = np.log(_probabilities(tensors["logits"][0, places], "softmax"))
+    if len(places) != len(result.candidates):
+        return False
+    for own, candidates in zip(scores, result.candidates, strict=True):
+        tokens = [each.token for each in candidates]
+        given = [each.log_probability for each in candidates]
+        best = np.sort(np.partition(own, -top)[-top:])[::-1]
+        told = all(each.text == decode([each.token]) for each in candidates)
+        apart = len(set(tokens)) == len(best)
+        if not (told and apart and _alike(given, own[tokens]) and _alike(given, best)):
+            return False
+    ids[places] = [each[0].token for each in result.candidates]
+    return bool(result.text == decode(ids.tolist()))
+
+
+def _plain_tag(
+    inputs: Inputs, row: Row, result: Any, tensors: Tensors, aggregation: Aggregation = "none"
+) -> bool:
+    special, (text,) = inputs.special, row.texts
+    count = len(row.ids) - len(special.wrap([]))
+    own = _probabilities(tensors["head"][0], "softmax")[len(special.before) :][:count]
+    places = inputs.tokenizer.places(text)
+    places = places[len(places) - count :] if special.keeps_end else places[:count]
+    words: list[list[int]] = []
+    for number, place in enumerate(places):
+        if words and place.continues and aggregation not in ("none", "simple"):
+            words[-1].append(number)
+        else:
+            words.append([number])
+    spans: list[_Span] = []
+    for word in words:
+        scores = own[word[0]]
+        if aggregation == "average":
+            scores = own[word].sum(axis=0) / len(word)
+        elif aggregation == "max":
+            scores = max(own[word], key=lambda one: float(one.max()))
+        label, best = inputs.head.labels[int(scores.argmax())], float(scores.max())
+        span = _Span(places[word[0]].start, places[word[-1]].end, label, [best])
+        joins = aggregation != "none" and spans and not label.startswith("B-")
+        if joins and _entity(spans[-1].last) == _entity(label):
+            before = spans[-1]
+            spans[-1] = _Span(before.start, span.end, before.label, [*before.scores, best], label)
+        else:
+            spans.append(span)
+    if aggregation != "none":
+        # transformers names entities by their labels after the first hyphen.
+        spans = [replace(each, label=each.label.split("-", 1)[-1]) for each in spans]
+        spans = [each for each in spans if each.label != "O"]
+    found = [(each.text, each.start, each.end, each.label) for each in result.tags]
+    wanted = [(text[each.start : each.end], each.start, each.end, each.label) for each in spans]
+    means = [sum(each.scores) / len(each.scores) for each in spans]
+    return found == wanted and _alike([each.score for each in result.tags], means)
+
+
+@dataclass(frozen=True)
+class _Span:
+    """Neighbouring words of an entity: its first label, the scores of all, and the last label."""
+
+    start: int
+    end: int
+    label: str
+    scores: list[float]
+    last_label: str = ""
+
+    @property
+    def last(self) -> str:
+        return self.last_label or self.label
+
+
+def _entity(label: str) -> str:
+    return label[2:] if label[:2] in ("B-", "I-") else label
+
+
+# Whether the result of a row follows from its tensors, by task; given the settings of the call.
+RESULTS: Mapping[str, Callable[..., bool]] = {
+    "embed": _plain_embed,
+    "classify": _plain_classify,
+    "rank": _plain_rank,
+    "tag": _plain_tag,
+    "fill-mask": _plain_fill_mask,
+}

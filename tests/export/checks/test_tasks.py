@@ -1,0 +1,112 @@
+"""Tasks of an encoder-only model in batches: wrong batches and wrong results are seen."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.export.conftest import opened
+from tests.export.faults.bundles import Side, bundle_test, side_of
+from transferry.export.checks.check import Findings, prove
+from transferry.export.checks.tasks import ServedTasks
+from transferry.export.faults import self_test
+from transferry.export.faults.variant_faults import batch_faults
+from transferry.export.oracle.oracle import Oracle
+from transferry.export.oracle.results import RESULTS
+from transferry.runtime.engine.engine import Engine
+from transferry.runtime.engine.tasks import embed, fill_mask
+from transferry.runtime.engine.tasks.table import TASKS
+from transferry.runtime.ort.encoder import EncoderModel
+from transferry.runtime.proof.compare import Tolerance
+
+OF_DECODERS = {"generate", "score"}  # checks/searches.py and checks/scores.py
+
+
+@pytest.fixture(scope="module")
+def side(request: pytest.FixtureRequest) -> Side:
+    return side_of(request, "reader_run_folder", "reader_bundle_folder", [])
+
+
+@pytest.fixture
+def found(side: Side) -> Callable[[], Findings]:
+    checkpoint, bundle, sources = side
+    texts = list(map(checkpoint.tokenizer.decode, sources))
+    oracle = Oracle.of(checkpoint.model, checkpoint.tokenizer.special, Tolerance())
+    model = opened(bundle, "portable")
+    assert isinstance(model, EncoderModel)
+    return lambda: prove(
+        [ServedTasks(checkpoint, oracle, texts).check(bundle, model, model.batches)]
+    )
+
+
+def faults(found: Findings) -> set[str]:
+    return {item.tensor for item in found.comparisons if item.fault}
+
+
+def test_each_task_has_a_check() -> None:
+    assert TASKS.keys() == OF_DECODERS | RESULTS.keys()
+
+
+def test_an_honest_bundle_passes(found: Callable[[], Findings]) -> None:
+    findings = found()
+    assert faults(findings) == set()
+    assert {"hidden", "logits", "vector", "fill-mask", "embed"} == {
+        item.tensor for item in findings.comparisons
+    }
+    (decisions,) = findings.decisions
+    assert (decisions.search, decisions.rows, decisions.passed) == ("fill-mask", 2, True)
+
+
+@pytest.mark.parametrize("fault", batch_faults(), ids=lambda fault: fault.kind)
+def test_a_fault_of_batches_shows_in_text_alone(
+    fault: Any, side: Side, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(self_test, "brief_sweep", lambda config, rows: [])
+    monkeypatch.setattr(self_test, "lengths", lambda config, sources: [])
+    test = replace(bundle_test(side), files=False)
+    (planted,) = test.gate().plant([fault], tmp_path / "copy")
+    assert planted is not None
+    assert (planted.changes_answer, planted.caught_by) == (True, "text")
+
+
+@pytest.mark.parametrize(
+    ("task", "call", "wrong"),
+    [
+        ("embed", embed._Call, lambda one: replace(one, vector=one.vector * np.float32(1.00001))),
+        ("fill-mask", fill_mask._Call, lambda one: replace(one, text=one.text + ".")),
+        ("fill-mask", fill_mask._Call, lambda one: replace(one, candidates=one.candidates[1:])),
+    ],
+)
+def test_a_result_that_its_tensors_do_not_give_fails(
+    task: str,
+    call: Any,
+    wrong: Callable[[Any], Any],
+    found: Callable[[], Findings],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    honest = call.result
+    monkeypatch.setattr(call, "result", lambda self, *given: wrong(honest(self, *given)))
+    assert faults(found()) == {task}
+
+
+def test_results_of_other_rows_fail(
+    found: Callable[[], Findings], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = embed._Call.compute
+    monkeypatch.setattr(
+        embed._Call, "compute", lambda self, *given: honest(self, *given)[::-1], raising=True
+    )
+    assert faults(found()) == {"embed"}
+
+
+def test_a_task_without_a_check_fails(
+    found: Callable[[], Findings], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Engine, "tasks", ["embed", "summarise"])
+    findings = found()
+    told = {item.tensor: item.fault for item in findings.comparisons}
+    assert told["summarise"] == "summarise is not verified: it has no check"
+    assert told["fill-mask"] == "fill-mask is not verified: the bundle does not offer it"
