@@ -9,12 +9,13 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from transferry.export.checks.check import Check, Findings, prove
 from transferry.export.oracle.cases import MOST_LOGITS, NEW_TOKENS, random_case
 from transferry.export.oracle.oracle import Oracle
 from transferry.export.subject.subject import Observable, OpenedModel, Subject
-from transferry.runtime.decoding.decoder import ObservableDecoder
+from transferry.runtime.decoding.decoder import ObservableDecoder, Tensors
 from transferry.runtime.errors import InputError
 from transferry.runtime.proof.compare import Case, Comparison, compare, observe
 from transferry.runtime.proof.report import Claim
@@ -22,7 +23,7 @@ from transferry.runtime.proof.self_consistency import self_consistency
 
 BLOCK = 64  # positions that torch computes at once
 # Of batches: every size up to this one, and so many larger ones.
-EVERY_SIZE, LARGER_SIZES = 64, 16
+EVERY_SIZE, LARGER_SIZES = 64, 8
 REPEATS = 3
 REPEATED = "repeated runs"
 
@@ -60,7 +61,7 @@ def batch_sizes(subject: Subject[Any], oracle: Oracle, most: int, *, seed: int =
     """Returns the check of one short case in batches of 1, 2, 3 ... rows.
 
     A search goes through every size as sentences end. The rows of a decoder are reversed before the
-    compared step. Each tensor has one comparison, of its worst size.
+    compared step. Sizes are compared together; the failing case has the worst one.
 
     Args:
         subject: The model.
@@ -68,39 +69,58 @@ def batch_sizes(subject: Subject[Any], oracle: Oracle, most: int, *, seed: int =
         most: Rows of the largest batch.
         seed: Seed of the tokens.
     """
+    larger = np.linspace(min(most, EVERY_SIZE), most, LARGER_SIZES).astype(int)
+    sizes = sorted({*range(1, min(most, EVERY_SIZE) + 1), *larger.tolist()})
 
     def run(so_far: Findings) -> Iterator[Findings]:
-        yield _batch_sizes(subject.model, oracle, most, seed)
+        case = random_case(oracle.config, most, 2, 1, seed=seed)
+        case = replace(case, target=case.target[:, : case.past + 1], rows=None)
+        sides, least = oracle.sides(case)
+        logits = oracle.config.vocabulary_size * 2
+        together: list[int] = []
+        for size in sizes:
+            together.append(size)
+            if size == sizes[-1] or (sum(together) + size) * logits > MOST_LOGITS:
+                yield _of_sizes(subject.model, case, together, (sides, least), oracle)
+                together = []
 
     return Check("batch sizes", run, stage="later step" if oracle.config.decoder_layers else "text")
 
 
-def _batch_sizes(model: Observable, oracle: Oracle, most: int, seed: int) -> Findings:
-    case = replace(random_case(oracle.config, most, 2, 1, seed=seed), rows=None)
-    (sides, least), worst = oracle.sides(case), dict[str, tuple[float, Comparison, Case]]()
-    larger = np.linspace(min(most, EVERY_SIZE), most, LARGER_SIZES).astype(int)
-    for rows in sorted({*range(1, min(most, EVERY_SIZE) + 1), *larger.tolist()}):
-        order = np.arange(rows)[::-1]
-        first = replace(
-            case,
-            name=f"batch of {rows}",
-            rows=order if rows > 1 and oracle.config.decoder_layers else None,
-            **{part: getattr(case, part)[:rows] for part in ("source", "mask", "target")},
-        )
-        tensors = [
+def _of_sizes(
+    model: Observable,
+    case: Case,
+    sizes: list[int],
+    expected: tuple[list[Tensors], float],
+    oracle: Oracle,
+) -> Findings:
+    """Compares the first rows of a case, in batches of some sizes; see `batch_sizes`."""
+    found: list[Tensors] = []
+    for size in sizes:
+        order = np.arange(size)[::-1] if size > 1 and case.target.size else None
+        tensors = observe(model, replace(_rows(case, np.arange(size)), rows=order))
+        found.append(
             {
-                name: tensor[:rows] if name.startswith("cross") else tensor[first.kept]
-                for name, tensor in side.items()
+                name: tensor if order is None or name.startswith("cross") else tensor[order]
+                for name, tensor in tensors.items()
             }
-            for side in sides
-        ]
-        expected, found = oracle.judged(first, tensors, least), observe(model, first)
-        for item in compare(first, expected, found, oracle.tolerance):
-            share = np.inf if item.fault else item.error / item.budget
-            if item.tensor not in worst or share > worst[item.tensor][0]:
-                worst[item.tensor] = share, item, first
-    failing = [first for _, item, first in worst.values() if item.fault]
-    return Findings(comparisons=[item for _, item, _ in worst.values()], failing=failing[:1])
+        )
+    rows, sides = np.concatenate([np.arange(size) for size in sizes]), expected[0]
+    whole = replace(_rows(case, rows), name=f"batches of {sizes[0]} to {sizes[-1]}")
+    chosen = [{name: tensor[rows] for name, tensor in side.items()} for side in sides]
+    joined = {name: np.concatenate([each[name] for each in found]) for name in found[0]}
+    judged = oracle.judged(whole, chosen, expected[1])
+    compared = compare(whole, judged, joined, oracle.tolerance)
+    failing = []
+    if wrong := next((item.tensor for item in compared if item.fault), ""):
+        distance = np.abs(joined[wrong] - chosen[0][wrong]).reshape(len(rows), -1).max(axis=1)
+        size = int(np.repeat(sizes, sizes)[distance.argmax()])
+        failing = [replace(_rows(case, np.arange(size)), name=f"batch of {size}")]
+    return Findings(comparisons=compared, failing=failing)
+
+
+def _rows(case: Case, rows: NDArray[np.int64]) -> Case:
+    return replace(case, source=case.source[rows], mask=case.mask[rows], target=case.target[rows])
 
 
 def repeats(subject: Subject[Any], case: Case) -> Check:
