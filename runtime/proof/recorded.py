@@ -44,7 +44,7 @@ from transferry.runtime.proof.compare import (
 )
 from transferry.runtime.proof.one_graph import OneGraph
 from transferry.runtime.proof.report import Claim, Decisions, Difference, ParityReport
-from transferry.runtime.proof.self_consistency import self_consistency
+from transferry.runtime.proof.self_consistency import batches_of_rows, self_consistency
 from transferry.runtime.proof.tally import Decode, ExactScore, ExpectedAnswers, Explain, Tally
 from transferry.runtime.tokenizer.byte_pair import SpecialTokens
 
@@ -249,7 +249,7 @@ def check_reference(
         )
     ]
     if isinstance(model, ObservableEncoder):
-        return comparisons, []
+        return comparisons + batches_of_rows(model, reference.cases, batch_rows, tolerance), []
     replay = _Replay(reference, model, special, tolerance, exact, batch_rows)
     return comparisons, [tally.decisions(decode) for tally in replay.tallies(one)]
 

@@ -7,7 +7,8 @@ escape a comparison of answers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import cycle, islice
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,11 @@ from transferry.runtime.decoding.decoder import ObservableDecoder, ObservableEnc
 from transferry.runtime.decoding.logits import SEGMENT, SegmentMaxima, log_sum_exp
 from transferry.runtime.ort.fused_decoder import SlotDecoder
 from transferry.runtime.ort.lm_head import LMHead
-from transferry.runtime.proof.compare import Case, Comparison, Tolerance, limited
+from transferry.runtime.proof.compare import Case, Comparison, Tolerance, Truth, limited
 from transferry.runtime.proof.units import logit_units
 
 TOP = 4
+SHORT = 8  # tokens of a short row: 64 of them are computed at once on a CPU
 
 Floats = NDArray[np.floating[Any]]
 Found = tuple[str, float]  # name and error of a comparison
@@ -47,6 +49,60 @@ def self_consistency(
     if case.past and case.rows is not None:
         found.append(("selected rows", 0.0 if _selects(model, case) else np.inf))
     return [limited(case.name, name, case.stage, error, 0.0, rounding) for name, error in found]
+
+
+def batches_of_rows(
+    model: ObservableEncoder,
+    cases: Sequence[tuple[Case, Truth]],
+    rows: int,
+    tolerance: Tolerance,
+) -> list[Comparison]:
+    """Compares the rows of recorded cases in full batches with the same rows in their own cases.
+
+    They are repeated to as many as are served at once: all of them, and the short ones, with which
+    a batch has the most rows. Either side may be off by the tolerance, in units of the row's
+    largest entry.
+    """
+    alone: list[tuple[Truth, NDArray[np.int64], Mapping[str, Floats]]] = []
+    for case, truth in cases:
+        found = model.encode(case.source, case.mask)
+        for place, mask in enumerate(case.mask):
+            tensors = {name: _row(each, place, int(mask.sum())) for name, each in found.items()}
+            alone.append((truth, case.source[place][mask], tensors))
+    short = [row for row in alone if len(row[1]) <= SHORT]
+    return [
+        each
+        for name, chosen in (("recorded rows", alone), ("short recorded rows", short))
+        for each in _batch(model, f"{name}, batch of {rows}", chosen, rows, tolerance)
+    ]
+
+
+def _row(tensor: Floats, place: int, length: int) -> Floats:
+    return tensor[place, :length] if tensor.ndim > 2 else tensor[place]
+
+
+def _batch(
+    model: ObservableEncoder,
+    name: str,
+    alone: Sequence[tuple[Truth, NDArray[np.int64], Mapping[str, Floats]]],
+    rows: int,
+    tolerance: Tolerance,
+) -> Iterator[Comparison]:
+    batch = list(islice(cycle(alone), rows if alone else 0))
+    if not batch:
+        return
+    mask = np.arange(max(len(ids) for _, ids, _ in batch)) < [[len(ids)] for _, ids, _ in batch]
+    source = np.zeros(mask.shape, np.int64)
+    source[mask] = np.concatenate([ids for _, ids, _ in batch])
+    found = model.encode(source, mask)
+    for role, values in found.items():
+        worst = 0.0
+        for place, (truth, ids, tensors) in enumerate(batch):
+            wanted, given = tensors[role], _row(values, place, len(ids))
+            unit = max(float(np.abs(wanted).max(initial=0.0)), truth.least) or 1.0
+            worst = float(np.maximum(worst, np.abs(given - wanted).max(initial=0.0) / unit))
+        own = float(max(truth.worst(role) for truth, _, _ in batch))
+        yield limited(name, role, "encoder", worst, own, 2 * tolerance.budget(own))
 
 
 def _lm_head(

@@ -21,6 +21,7 @@ from transferry.runtime.engine.tasks import embed, fill_mask
 from transferry.runtime.engine.tasks.table import TASKS
 from transferry.runtime.ort.encoder import EncoderModel
 from transferry.runtime.proof.compare import Tolerance
+from transferry.runtime.proof.recorded import verify_recorded
 
 OF_DECODERS = {"generate", "score"}  # checks/searches.py and checks/scores.py
 
@@ -110,3 +111,17 @@ def test_a_task_without_a_check_fails(
     told = {item.tensor: item.fault for item in findings.comparisons}
     assert told["summarise"] == "summarise is not verified: it has no check"
     assert told["fill-mask"] == "fill-mask is not verified: the bundle does not offer it"
+
+
+@pytest.mark.parametrize("fault", batch_faults(), ids=lambda fault: fault.kind)
+def test_a_fault_of_batches_shows_against_the_record(
+    fault: Any, side: Side, tmp_path: Path
+) -> None:
+    subject = bundle_test(side).honest
+    assert verify_recorded(subject.bundle, subject.model).passed
+    copy = subject.copy(tmp_path / "copy")
+    fault.plant(copy)
+    copy.seal()
+    found = subject.reopened(copy.folder)
+    report = verify_recorded(found.bundle, found.model)
+    assert any("recorded rows" in item.case and item.fault for item in report.comparisons)
