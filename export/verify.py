@@ -33,7 +33,7 @@ from transferry.export.checks.searches import (
 )
 from transferry.export.checks.task_metrics import task_metrics
 from transferry.export.checks.tasks import ServedTasks
-from transferry.export.checks.texts import feeding, given_answers
+from transferry.export.checks.texts import calibrated, feeding, given_answers
 from transferry.export.checks.weights import ANOTHER, WEIGHTS, weights_claim
 from transferry.export.faults.self_test import self_test
 from transferry.export.oracle.cases import random_sources, source_of
@@ -227,6 +227,9 @@ class Verification:
         else:
             tasks = ServedTasks(subject.checkpoint, oracle, self.request.texts)
             found.append(tasks.check(bundle, subject.model, self.batches))
+        if subject.calibration is not None:
+            fed = partial(feeding, self.text, oracle.special)
+            found.append(calibrated(subject, oracle, fed, self.text.sources))
         engine = Engine(bundle, subject.model)
         found.append(claim(WRITTEN, lambda: [written(engine, self.request.texts)]))
         if self.request.cross_check:

@@ -15,6 +15,8 @@ from transferry.export.checks.numbers import numbers
 from transferry.export.checks.searches import Text
 from transferry.export.oracle.oracle import Oracle
 from transferry.export.oracle.teacher_forcing import TeacherForcing, chosen_from
+from transferry.export.rewrite.calibration import misfit
+from transferry.export.subject.bundle import BundleSubject
 from transferry.export.subject.subject import Subject
 from transferry.runtime.bundle.head import HeadSettings
 from transferry.runtime.decoding.logits import log_sum_exp
@@ -23,11 +25,13 @@ from transferry.runtime.engine.tasks.fill_mask import FillMask
 from transferry.runtime.errors import InputError
 from transferry.runtime.proof.compare import Case, Tolerance, compare, observe
 from transferry.runtime.proof.divergence import Divergence, RankErrors
-from transferry.runtime.proof.report import Difference
+from transferry.runtime.proof.report import Claim, Difference
 from transferry.runtime.proof.tally import Tally
 from transferry.runtime.proof.units import logit_errors, logit_units
 from transferry.runtime.tokenizer.byte_pair import SpecialTokens
 
+CALIBRATED = "calibration"
+CALIBRATED_ROWS = 32
 HIDE_EVERY = 7  # tokens of a text, for an encoder-only model to fill in
 TEXT = "text"
 # Source and target of each row to feed, given the findings so far; the last token is predicted.
@@ -77,6 +81,31 @@ def _given_answers(
         failing = [case] if any(item.fault for item in compared) else []
         yield Findings(comparisons=compared, failing=failing, steps=len(batch))
     yield Findings(forcing=forcing)
+
+
+def calibrated(
+    subject: BundleSubject, oracle: Oracle, fed: Fed, texts: Sequence[Sequence[int]]
+) -> Check:
+    """Returns the check that the ranges of an int8 variant fit the text.
+
+    Both sides of all other comparisons round with the bundle's ranges.
+
+    Args:
+        subject: A variant with a calibration.
+        oracle: torch's side.
+        fed: Source and target of each row, of a decoder.
+        texts: Token ids of each text, of an encoder alone.
+    """
+
+    def run(so_far: Findings) -> Iterator[Findings]:
+        assert subject.calibration is not None
+        rows = fed(so_far) if subject.decodes and texts else [(text, text) for text in texts]
+        # The last token of a target is predicted, and not fed.
+        given = [(source, target[:-1]) for source, target in rows if len(target) > 1]
+        problem = misfit(oracle.trained.model, subject.calibration, given[:CALIBRATED_ROWS])
+        yield Findings(claims=[Claim(CALIBRATED, problem)])
+
+    return Check(CALIBRATED, run)
 
 
 def passages(subject: Subject[Any], oracle: Oracle, texts: Sequence[Sequence[int]]) -> list[Check]:

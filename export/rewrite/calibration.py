@@ -37,6 +37,11 @@ from transferry.runtime.tokenizer.special_tokens import SpecialTokens
 CALIBRATION = "calibration.npz"  # beside the graphs of an int8 variant
 KINDS = "keys", "values"
 BINS = 2048
+# Largest squared errors of a range beside those of the best one, wider and narrower, and largest
+# factor between KV scales. Of textbook's and tiny's bundles on other text (captions), the largest
+# were 1.9, 17 and 1.7; with one input's range 4 times as wide or narrow 12.5 and 599.
+WIDE, NARROW, APART = 8.0, 100.0, 3.0
+NEED = "what this text needs; export with --calibrate and text like it"
 CLIPS = 100  # ranges tried: equal steps up to the largest value
 BATCH = 32  # sentences searched together
 BATCH_TOKENS = 2048  # of texts that are fed together
@@ -61,6 +66,11 @@ class Activation:
     zero_point: int
     largest: float
     values: int
+
+    @property
+    def levels(self) -> int:
+        """Steps from 0 to the largest integer."""
+        return 255 - self.zero_point
 
 
 @dataclass(frozen=True)
@@ -160,16 +170,16 @@ class Histogram:
         levels, zero_point = (127, 128) if self.negative else (255, 0)
         if not self.largest:
             return Activation(1.0, zero_point, 0.0, values)
-        centres = (np.arange(BINS) + 0.5) * (self.top / BINS)
         # The widest first: argmin takes it among equal errors.
         clips = self.largest * np.arange(CLIPS, 0, -1) / CLIPS
-        errors = []
-        for clip in clips:
-            step = clip / levels
-            rounded = np.minimum(np.rint(centres / step), levels) * step
-            errors.append(float((self.counts * (rounded - centres) ** 2).sum()))
-        clip = float(clips[np.argmin(errors)])
+        clip = float(clips[np.argmin([self.error(clip / levels, levels) for clip in clips])])
         return Activation(float(np.float32(clip / levels)), zero_point, self.largest, values)
+
+    def error(self, step: float, levels: int) -> float:
+        """Returns the squared error of rounding to so many steps, and of clipping beyond them."""
+        centres = (np.arange(BINS) + 0.5) * (self.top / BINS)
+        rounded = np.minimum(np.rint(centres / step), levels) * step
+        return float((self.counts * (rounded - centres) ** 2).sum())
 
 
 class LinearObserver(TorchFunctionMode):
@@ -254,6 +264,50 @@ def calibrate(
         lambda name, x, _, counted: inputs[name].add(x[counted].detach().cpu().numpy()),
     )
     return Calibration({name: seen.activation() for name, seen in inputs.items()}, scales)
+
+
+@torch.inference_mode()
+def misfit(model: Transformer, calibration: Calibration, texts: Sequence[Text]) -> str:
+    """Describes the first stored range that does not fit a text; empty if all do.
+
+    The input of a layer fits if rounding and clipping it as stored costs at most `WIDE` times the
+    squared error of the best range, or `NARROW` times where the stored one is less than half as
+    wide; KV scales, if each is within a factor of `APART` of the measured one.
+
+    Args:
+        model: The model in float32.
+        calibration: The stored ranges.
+        texts: Sources and targets; tokens in random order without any.
+    """
+    texts, swept = texts or list(vocabulary_texts(model)), list(vocabulary_texts(model))
+    ranges, inputs = KVRanges(model), collections.defaultdict[str, Histogram](Histogram)
+    if calibration.kv_scales:
+        _run(
+            model,
+            [*texts, *swept],
+            lambda name, _, output, counted: ranges.add(name, output[counted]),
+        )
+    for name, measured in ranges.scales().items():
+        for kind in KINDS:
+            factors = getattr(calibration.kv_scales[name], kind) / getattr(measured, kind)
+            place = int(torch.maximum(factors, 1 / factors).argmax())
+            factor = float(factors.flatten()[place])
+            if not 1 / APART <= factor <= APART:
+                return f"{name}: the scale of {kind}, channel {place}, is {factor:.2g} times {NEED}"
+    _run(
+        fold_kv_scales(model, calibration.kv_scales),
+        texts,
+        lambda name, x, _, counted: inputs[name].add(x[counted].detach().cpu().numpy()),
+    )
+    for name, seen in inputs.items():
+        if (stored := calibration.activations.get(name)) is None:
+            return f"{name}: there is no range of inputs"
+        best = seen.activation()
+        lost, least = (seen.error(each.scale, each.levels) for each in (stored, best))
+        wider = stored.scale * stored.levels / (best.scale * best.levels)
+        if not (0.5 < wider < 1 or lost <= least * (WIDE if wider >= 1 else NARROW)):
+            return f"{name}: the range of inputs is {wider:.2g} times {NEED}"
+    return ""
 
 
 def vocabulary_texts(model: Transformer) -> Iterator[Text]:

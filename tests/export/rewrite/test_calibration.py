@@ -2,6 +2,7 @@
 
 import copy
 import functools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from transferry.export.rewrite.calibration import (
     Calibration,
     Histogram,
     calibrate,
+    misfit,
 )
 from transferry.export.torch_model import TorchDecoder
 from transferry.runtime.decoding.generation_options import GenerationOptions
@@ -195,3 +197,33 @@ def test_what_cannot_be_calibrated_is_refused(
         checkpoint.model.embedding.weight[7, 3] = torch.nan
     with pytest.raises(InputError, match=message):
         calibrate(checkpoint.model, checkpoint.tokenizer.special, sentences, LENGTH)
+
+
+@pytest.mark.parametrize("run", ["run_folder", "writer_run_folder", "reader_run_folder"])
+def test_ranges_that_do_not_fit_the_text_are_told(run: str, request: pytest.FixtureRequest) -> None:
+    """Too wide and too narrow, of any layer and of a single channel, which the message names."""
+    checkpoint, sources, found = calibrated(request.getfixturevalue(run))
+    model = checkpoint.model
+    both = bool(model.encoder and model.decoder)
+    texts = [(source if model.encoder else (), source) for source in sources[: 4 if both else 8]]
+
+    def told(name: str, activation: Activation | None = None, **kv: Tensor) -> str:
+        activations, scales = dict(found.activations), dict(found.kv_scales)
+        if activation is not None:
+            activations[name] = activation
+        if kv:
+            scales[name] = replace(scales[name], **kv)
+        return misfit(model, Calibration(activations, scales), texts)
+
+    name = next(iter(found.activations))
+    assert told(name) == misfit(model, found, []) == ""
+    for name in [*found.activations][::7]:
+        stored = found.activations[name]
+        for factor in (4.0, 0.25):
+            problem = told(name, replace(stored, scale=factor * stored.scale))
+            assert problem.startswith(f"{name}: the range of inputs is ")
+    for name, scales in [*found.kv_scales.items()][:2]:
+        wide = scales.keys.clone()
+        wide.view(-1)[5] *= 4
+        assert "the scale of keys, channel 5, is" in told(name, keys=wide)
+        assert f"{name}: the scale of values" in told(name, values=scales.values / 4)
