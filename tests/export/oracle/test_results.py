@@ -1,0 +1,59 @@
+"""Second implementations agree with the runtime's results, and with no others."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+
+from transferry.export.oracle.results import RESULTS, Row
+from transferry.runtime.bundle.head import Aggregation, HeadSettings
+from transferry.runtime.engine.tasks import classify, rank, tag
+from transferry.runtime.engine.tasks.entities import tags_of
+from transferry.runtime.engine.tasks.heads import probabilities
+from transferry.runtime.tokenizer.special_tokens import Place, SpecialTokens
+
+TEXT = "abcdefghijkl"
+LABELS = ("O", "B-PER", "I-PER", "B-LOC", "I-LOC")
+PLACES = [Place(n, n + 1, n % 3 == 2) for n in range(len(TEXT))]
+
+
+def inputs_of(head: HeadSettings) -> Any:
+    tokenizer = SimpleNamespace(places=lambda text: PLACES)
+    return SimpleNamespace(head=head, special=SpecialTokens(before=(1,)), tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize("aggregation", get_args(Aggregation))
+@pytest.mark.parametrize("seed", range(5))
+def test_tags(aggregation: Aggregation, seed: int) -> None:
+    scores = 2 * np.random.default_rng(seed).normal(size=(1, len(TEXT) + 2, len(LABELS)))
+    head, row = HeadSettings("tag", LABELS), Row((TEXT,), tuple(range(len(TEXT) + 2)))
+    own = probabilities(scores[0, 1:-1], "softmax")
+    tags = tags_of(TEXT, PLACES, own, LABELS, aggregation)
+    result = tag.TaggedResult(TEXT, len(row.ids), tags)
+
+    def agrees(found: tag.TaggedResult, by: Aggregation = aggregation) -> bool:
+        tensors = {"head": scores.astype(np.float64)}
+        return RESULTS["tag"](inputs_of(head), row, found, tensors, aggregation=by)
+
+    assert agrees(result)
+    assert not agrees(replace(result, tags=tags[1:]))
+    wrong = replace(tags[0], score=tags[0].score * 1.0001), replace(tags[0], label="I-X")
+    assert not any(agrees(replace(result, tags=(each, *tags[1:]))) for each in wrong)
+
+
+@pytest.mark.parametrize("kind", ["softmax", "sigmoid", "none"])
+def test_labels_and_ranks(kind: Any) -> None:
+    scores, row = np.array([[0.3, -2.0, 1.5]]), Row((TEXT,), (1, 2))
+    head = HeadSettings("classify", ("a", "b", "c"), kind, "sigmoid")
+    call: Any = SimpleNamespace(head=head)
+    named = classify._Call.answer(call, scores[0])
+    result = classify.ClassifiedResult(TEXT, 2, **named)
+    agrees = RESULTS["classify"]
+    assert agrees(inputs_of(head), row, result, {"head": scores})
+    assert not agrees(inputs_of(head), row, replace(result, label="b"), {"head": scores})
+    assert not agrees(inputs_of(head), row, result, {"head": scores * 1.0001})
+    ranked = rank.RankedResult(TEXT, 2, TEXT, **rank._Call.answer(call, scores[0, :1]))
+    assert RESULTS["rank"](inputs_of(head), row, ranked, {"head": scores[:, :1]})
+    assert not RESULTS["rank"](inputs_of(head), row, ranked, {"head": scores[:, 1:2]})
