@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -79,9 +80,21 @@ def main() -> None:
         for path, rows in ((text, arguments.rows), (other, arguments.others))
     )
     for name in arguments.variants.split(","):
-        trial = Trial(checkpoint, bundle, name, texts, others)
-        trial.run(arguments)
+        # In a process of its own: onnxruntime ends it at some faulty graphs.
+        while child := os.fork():
+            if os.waitpid(child, 0)[1] == 0:
+                break
+            if not _marker(arguments.out).exists():
+                sys.exit(1)
+        if not child:
+            Trial(checkpoint, bundle, name, texts, others).run(arguments)
+            os._exit(0)
     print(report([arguments.out]))
+
+
+def _marker(out: Path) -> Path:
+    """Returns the file that names the fault which is being judged."""
+    return out.with_suffix(".running")
 
 
 @dataclass(frozen=True)
@@ -96,6 +109,11 @@ class Trial:
 
     def run(self, arguments: argparse.Namespace) -> None:
         """Plants faults until so many were judged, and appends a line for each to a file."""
+        marker = _marker(arguments.out)
+        if marker.exists():
+            found = {**json.loads(marker.read_text()), "answers": "the process ended", "seconds": 0}
+            self._write(arguments.out, found | {"planted": True, "files": "", "changes": ""})
+            marker.unlink()
         known = _lines(arguments.out) if arguments.out.exists() else []
         known = [each for each in known if each["variant"] == self.name]
         done = {each["kind"] for each in known}
@@ -107,14 +125,20 @@ class Trial:
                 if fault.kind in done:
                     continue
                 started = time.perf_counter()
-                found: dict[str, Any] = {"bundle": self.bundle.folder.name, "variant": self.name}
-                found |= {"kind": fault.kind} | self._judge(fault, Path(place, "planted"))
+                found = {"bundle": self.bundle.folder.name, "variant": self.name}
+                found["kind"] = fault.kind
+                marker.write_text(json.dumps(found))
+                found |= self._judge(fault, Path(place, "planted"))
                 found["seconds"] = round(time.perf_counter() - started, 1)
                 left -= found["planted"]
-                with arguments.out.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(found) + "\n")
-                if found["planted"] and not found["answers"]:
-                    print(json.dumps(found), file=sys.stderr)
+                self._write(arguments.out, found)
+                marker.unlink()
+
+    def _write(self, out: Path, found: Mapping[str, Any]) -> None:
+        with out.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(found) + "\n")
+        if found["planted"] and not found["answers"]:
+            print(json.dumps(found), file=sys.stderr)
 
     def _faults(self, arguments: argparse.Namespace, place: Path) -> Iterator[Fault]:
         tokenizer = self.checkpoint.tokenizer

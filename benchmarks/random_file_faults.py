@@ -215,9 +215,9 @@ def _record(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
         new, words = changed(found, cases=found.cases[1:]), "without its first case"
     elif kind == 2:
         case, truth = found.cases[-1]
-        errors = {key: 3 * error + 1e-6 for key, error in truth.errors.items()}
+        errors = {key: 20 * error + 1e-5 for key, error in truth.errors.items()}
         last = case, changed(truth, errors=errors)
-        new, words = changed(found, cases=[*found.cases[:-1], last]), "three times torch's error"
+        new, words = changed(found, cases=[*found.cases[:-1], last]), "twenty times torch's error"
     elif kind == 3:
         few = [
             changed(
@@ -237,7 +237,7 @@ def _record(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
             changed(each, score_error=[[4 * one.own for one in row] for row in each.exact])
             for each in searches
         ]
-        new, words = changed(found, searches=more), "four times torch's error of scores"
+        new, words = changed(found, searches=more), "twenty times torch's error of scores"
     else:
         short = [changed(each, options={**each.options, "max_length": 2}) for each in searches]
         cut = [
