@@ -134,7 +134,8 @@ class Arithmetic(TorchFunctionMode):
 
 def round_to(x: Tensor, scale: Tensor | float, shift: float, least: int, most: int) -> Tensor:
     """Rounds to multiples of a scale, ties to even, between `least` and `most` of them."""
-    return (x / scale + shift).round().clamp(least, most) * scale
+    # In place: each copy of a long case is as large as its activations.
+    return (x / scale).add_(shift).round_().clamp_(least, most).mul_(scale)
 
 
 def round_blocks(x: Tensor, shift: float, block: int, most: int = 127) -> Tensor:
