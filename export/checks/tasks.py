@@ -209,6 +209,7 @@ class ServedTasks:
 
     Attributes:
         main: The task that reads every text: the head's, else filling of masks, else embedding.
+        runs: The task whose batches are compared: `main`, or "embed" where that cannot run.
     """
 
     def __init__(self, checkpoint: Checkpoint, oracle: Oracle, texts: Sequence[str]) -> None:
@@ -224,7 +225,10 @@ class ServedTasks:
         if ranks and len(self.inputs.head.labels) == 1:
             tasks.append("rank")
         self.tasks = tasks
-        self.main = self.tasks[0]
+        self.main = self.runs = self.tasks[0]
+        if self.main == "tag" and not self.inputs.has_places:
+            # No host can serve tags then: the head is judged in the batches of `embed`.
+            self.runs, self.tasks = "embed", self.tasks[1:]
         self._kept: dict[int, list[list[tuple[str, Expected]]]] = {}
 
     def check(self, bundle: Bundle, model: EncoderModel, batches: BatchOptions) -> Check:
@@ -265,18 +269,18 @@ class ServedTasks:
         for task, each in chunk:
             rows.setdefault(task, []).append(each.row)
         mains = [*rows.get(SPECIAL, ()), *rows.get(self.main, ())]
-        for task in {*self.tasks, *engine.tasks}:
+        for task in {*self.tasks, *engine.tasks} - ({self.main} - {self.runs}):
             if task not in self.tasks or task not in engine.tasks:
                 told = "the bundle does not offer it" if task in self.tasks else "it has no check"
                 serving.problems[task] = f"{task} is not verified: {told}"
         for task in [task for task in self.tasks if task in engine.tasks]:
-            own = mains if task == self.main else rows.get(task, ())
+            own = mains if task == self.runs else rows.get(task, ())
             serving.answer(engine, task, own)
             for settings in OTHERWISE.get(task, ()) if whole else ():
                 serving.answer(engine, task, own[: max(MIXED)], **settings)
         if self.main != "embed":
             serving.embed_ids(engine, mains[::SAMPLED])
-        if whole and self.main in engine.tasks:
+        if whole and self.runs in engine.tasks:
             self._fill(engine, serving, mains)
 
     def _fill(self, engine: Engine, serving: _Serving, rows: Sequence[Row]) -> None:
@@ -287,11 +291,11 @@ class ServedTasks:
         lengths = Counter(len(row.ids) for row in set(short))
         alike = [row for row in short if lengths[len(row.ids)] > 1]
         count = REPLICAS * slots + slots // 2
-        serving.answer(engine, self.main, list(islice(cycle(alike or short or rows), count)))
+        serving.answer(engine, self.runs, list(islice(cycle(alike or short or rows), count)))
         long = rows[:: max(1, len(rows) // sum(MIXED))]
         mixed = cycle(chain(*zip(long, cycle(short or rows), strict=False)))
         for count in MIXED:
-            serving.answer(engine, self.main, list(islice(mixed, count)))
+            serving.answer(engine, self.runs, list(islice(mixed, count)))
 
     def _chunks(self, most: int) -> Iterator[list[tuple[str, Expected]]]:
         """Yields rows with their tasks and torch's tensors, as many at once as fit into memory.

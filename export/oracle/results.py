@@ -21,6 +21,7 @@ from transferry.runtime.bundle.head import Aggregation, HeadSettings
 from transferry.runtime.decoding.decoder import Tensors
 from transferry.runtime.engine.prompts import Asked, Prompt
 from transferry.runtime.engine.tasks.fill_mask import MASK
+from transferry.runtime.errors import UsageError
 
 Floats = NDArray[np.float64]
 
@@ -76,6 +77,15 @@ class Inputs:
         self.most = min(limit for limit in limits if limit)
         random = map(self.tokenizer.decode, random_sources(config, MADE_UP))
         self.texts = [text for text in texts or random if text.strip()] or ["a"]
+
+    @property
+    def has_places(self) -> bool:
+        """Whether the tokenizer tells the places of tokens in a text, as `tag` needs."""
+        try:
+            self.tokenizer.places("a")
+        except UsageError:
+            return False
+        return True
 
     @property
     def embeds(self) -> bool:

@@ -32,6 +32,8 @@ from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.proof.compare import Tolerance
 from transferry.runtime.proof.recorded import Reference
 from transferry.runtime.proof.views import report_text
+from transferry.runtime.tokenizer.special_tokens import AnyTokenizer
+from transferry.runtime.tokenizer.third_party import HuggingFaceTokenizer
 
 
 @pytest.mark.parametrize("names", [None, {"0": "a", "1": "b"}, {"1": "b", "0": "a", "2": "c"}])
@@ -176,7 +178,7 @@ def test_labels_through_bundle_and_engine_are_theirs(
 
 
 @torch.inference_mode()
-def test_tags_are_theirs(tmp_path: Path) -> None:
+def test_tags_are_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, run, bundle = tmp_path / "theirs", tmp_path / "run", tmp_path / "bundle"
     theirs = Theirs("distilbert", 0, folder, "ForTokenClassification", **PROBLEMS["softmax"])
     import_pretrained(folder, run)
@@ -195,6 +197,10 @@ def test_tags_are_theirs(tmp_path: Path) -> None:
         found = np.array([each.score for each in row.tags])
         assert np.abs(found - scores.max(dim=-1).values.numpy()).max() < 1e-5
     assert long.truncated and len(long.tags) == LONGEST - 2
+    report = verify_against(checkpoint, engine.bundle, engine.model, Request(TEXTS))
+    assert report.passed and report.decisions[0].search == "tag"
+    # As of a tokenizer that tells no places: tags cannot be served, and the head is judged.
+    monkeypatch.setattr(HuggingFaceTokenizer, "places", AnyTokenizer.places)
     report = verify_against(checkpoint, engine.bundle, engine.model, Request(TEXTS))
     assert report.passed and report.decisions[0].search == "tag"
     with pytest.raises(UsageError, match="no head for task classify; its tasks: embed, tag"):
