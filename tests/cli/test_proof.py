@@ -109,7 +109,7 @@ def test_a_certificate_covers_what_was_verified(
     verified = call(*verify, *search, "--batch-rows", "65", "--certify", DATE, "--json")
     assert verified.exit_code == 0
     report = json.loads(verified.stdout)
-    assert [item["search"] for item in report["decisions"]][-1] == "as given"
+    assert "as given" in [item["search"] for item in report["decisions"]]
     assert report["settings"]["batch_rows"] == 65
     assert call(*run, *search).exit_code == 0
     assert call(*run, "--batch-rows", "65").exit_code == 0
