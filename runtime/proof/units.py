@@ -25,7 +25,7 @@ INT8_STEP = 2.0**-8  # half of one of a scale's 127 steps, which inputs are roun
 # Least error of a position that a value at the border of two integers moves: twice the border that
 # `export.oracle.rounding` foresees, so that other values there may cross in their turn.
 CROSSED = 2.0**-19
-SHARED = 8.0  # times the median, that the worst error of a position counts for all of them
+SHARED = 64.0  # times the median, that the worst error of a position counts for all of them
 
 
 def logit_units(logits: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
@@ -169,7 +169,7 @@ class Units:
         """Returns torch's error at each position `[positions]`, in units.
 
         All entries may share one error, for instance the error of a large channel, and in torch it
-        may by chance be small: the worst position counts for all, up to 8 times the median, and a
+        may by chance be small: the worst position counts for all, up to 64 times the median, and a
         single position has a lower bound twice as large.
 
         Args:

@@ -146,7 +146,7 @@ def test_truth_holds_the_error_that_torch_makes_at_each_position() -> None:
     assert {name: len(own) for name, own in found.errors.items()} == POSITIONS
     worst = found.errors["logits"]
     assert 1e-3 < worst[1] < 2e-2
-    # The other positions have no error of their own: 8 times the median of nothing.
+    # The other positions have no error of their own: 64 times the median of nothing.
     np.testing.assert_array_equal(np.delete(worst, 1), np.full(3, 2.0**-21 * 1.25))
     assert found.worst("logits") == worst[1]
     assert found.worst("past.0.keys") == 2.0**-21 * (1 + 1 / 6)
