@@ -104,4 +104,4 @@ def test_many_scores_beyond_rounding_are_no_values_at_borders() -> None:
         tally.add(batch, answers, tied)
         return len(tally.decisions().defects)
 
-    assert [defects(shifted) for shifted in (0, 5, 6, 40)] == [0, 0, 1, 1]
+    assert [defects(shifted) for shifted in (0, 16, 17, 40)] == [0, 0, 1, 1]
