@@ -6,20 +6,39 @@ here, those of weights and other files in `random_file_faults.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
+from planted_values import (
+    FLOATS,
+    WHOLE,
+    Generator,
+    any_of,
+    change_everywhere,
+    change_where,
+    clipped,
+    compared,
+    graph_input,
+    like,
+    narrowed,
+    places_of,
+    size_of,
+    slice_of,
+    some_axis,
+    some_change,
+    some_value,
+    times,
+    waved,
+)
 from random_file_faults import FILE_PLANTS, Plant, Tokens
 from transferry.export.faults.fault import Fault
 from transferry.export.subject.bundle_copy import BundleCopy, add, constant, replace
 
-FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
-WHOLE = (ir.DataType.INT8, ir.DataType.UINT8, ir.DataType.INT32)
 FACTORS = (1.001, 1.01, 1.1, 0.5, -1.0)
 FIRST_ROWS = (1, 7, 8, 33, 64, 100, 200)  # of a batch, that are right
 LENGTHS = (1, 40)  # from and to
@@ -41,10 +60,6 @@ OPERATORS = {
     "Cos": ("Sin",),
     "Sin": ("Cos",),
 }
-
-Generator: TypeAlias = np.random.Generator
-# Makes another value of an honest one.
-Change: TypeAlias = Callable[[ir.Value], ir.Value]
 
 
 def random_faults(count: int, tokens: Tokens, *, seed: int = 0) -> Iterator[Fault]:
@@ -71,151 +86,20 @@ def _planted(plant: Plant, seed: tuple[int, int], tokens: Tokens, copy: BundleCo
 # Values, and their changes.
 
 
-def _values(copy: BundleCopy) -> list[ir.Value]:
-    """Returns the outputs of nodes that are floats or integers of a product, of known shape."""
-    return [
-        output
-        for model in copy.graphs.values()
-        for node in model.graph
-        for output in node.outputs
-        if output.dtype in (*FLOATS, *WHOLE) and output.shape is not None
-    ]
-
-
-def _value(copy: BundleCopy, generator: Generator, *inputs: str) -> ir.Value:
-    """Returns a value, in a graph that has one of the inputs, if any are named."""
-    found = [
-        value
-        for value in _values(copy)
-        if not inputs or (value.graph and _input(value, *inputs) is not None)
-    ]
-    if not found:
-        raise copy.absent(f"values beside an input {' or '.join(inputs)}")
-    return found[generator.integers(len(found))]
-
-
-def _input(near: ir.Value, *names: str) -> ir.Value | None:
-    """Returns the first input of the graph of a value that has one of the names."""
-    assert isinstance(near.graph, ir.Graph)
-    return next((each for each in near.graph.inputs if each.name in names), None)
-
-
-def _axis(copy: BundleCopy, generator: Generator) -> tuple[ir.Value, int]:
-    """Returns a value and one of its axes, not the first, whose size is not fixed."""
-    found = [
-        (value, axis)
-        for value in _values(copy)
-        for axis, size in enumerate(value.shape or ())
-        if axis and not isinstance(size, int)
-    ]
-    if not found:
-        raise copy.absent("axes of any size")
-    return found[generator.integers(len(found))]
-
-
-def _like(value: ir.Value, number: float) -> ir.Value:
-    return add(value, "CastLike", constant(value, np.float32(number)), value)
-
-
-def _times(factor: float, value: ir.Value) -> ir.Value:
-    """Returns a value times a factor, in its type and range."""
-    if value.dtype in WHOLE:
-        whole = np.iinfo(value.dtype.numpy())
-        scaled = add(value, "Cast", value, to=ir.DataType.FLOAT)
-        scaled = add(value, "Round", add(value, "Mul", scaled, constant(value, np.float32(factor))))
-        ends = (constant(value, np.float32(each)) for each in (whole.min, whole.max))
-        return add(value, "Cast", add(value, "Clip", scaled, *ends), to=value.dtype)
-    return add(value, "Mul", value, _like(value, factor))
-
-
-def _waved(size: float, rate: float, value: ir.Value) -> ir.Value:
-    """Adds noise that depends on the value alone: a sine."""
-    if value.dtype in WHOLE:
-        return add(value, "Add", value, _like(value, 1.0))
-    wave = add(value, "Sin", add(value, "Mul", value, _like(value, rate)))
-    return add(value, "Add", value, add(value, "Mul", wave, _like(value, size)))
-
-
-def _narrowed(kind: ir.DataType, value: ir.Value) -> ir.Value:
-    return add(value, "CastLike", add(value, "Cast", value, to=kind), value)
-
-
-def _clipped(bound: float, value: ir.Value) -> ir.Value:
-    low, high = (_like(value, each) for each in (-bound, bound))
-    return add(value, "Max", add(value, "Min", value, high), low)
-
-
-def _some_change(generator: Generator) -> tuple[Change, str]:
-    """Returns a large change, for a value that is wrong under a condition alone, and its words."""
-    chosen = int(generator.integers(4))
-    if chosen == 3:
-        return partial(_waved, 0.05, 50.0), "plus 0.05 sin(50 x)"
-    factor = (2.0, 1.1, 0.0)[chosen]
-    return partial(_times, factor), f"times {factor:g}"
-
-
-def _everywhere(value: ir.Value, change: Change) -> None:
-    replace(value, change)
-
-
-def _where(value: ir.Value, condition: Change, change: Change) -> None:
-    """Changes a value where a condition holds, shaped to be compared with it."""
-    replace(value, lambda honest: add(honest, "Where", condition(honest), change(honest), honest))
-
-
-# Conditions.
-
-
-def _size(value: ir.Value, axis: int) -> ir.Value:
-    """Returns the size of an axis `[]` int64."""
-    return add(value, "Gather", add(value, "Shape", value), constant(value, axis))
-
-
-def _places(value: ir.Value, axis: int) -> ir.Value:
-    """Returns 0, 1, ... along an axis, shaped to be compared with the value."""
-    assert value.shape is not None
-    ends = constant(value, 0), _size(value, axis), constant(value, 1)
-    shape = [1] * len(value.shape)
-    shape[axis] = -1
-    return add(value, "Reshape", add(value, "Range", *ends), constant(value, shape))
-
-
-def _compared(operator: str, number: int, of: Change) -> Change:
-    return lambda honest: add(honest, operator, of(honest), constant(honest, number))
-
-
-def _any_of(honest: ir.Value, alike: ir.Value, tokens: ir.Value) -> ir.Value:
-    """Returns whether any entry of a row `[rows, length]` holds, by row of the value if it can."""
-    assert honest.shape is not None
-    assert tokens.shape is not None
-    whole = add(honest, "Cast", alike, to=ir.DataType.INT32)
-    if len(honest.shape) and honest.shape[0] == tokens.shape[0]:
-        rows = add(honest, "ReduceSum", whole, constant(honest, [1]), keepdims=0)
-        shape = [-1, *([1] * (len(honest.shape) - 1))]
-        rows = add(honest, "Reshape", rows, constant(honest, shape))
-    else:
-        rows = add(honest, "ReduceSum", whole, keepdims=0)
-    return add(honest, "Cast", rows, to=ir.DataType.BOOL)
-
-
-def _slice(value: ir.Value, start: int, end: int) -> ir.Value:
-    return add(value, "Slice", value, *(constant(value, [each]) for each in (start, end, 1)))
-
-
 # Kinds.
 
 
 def _scaled(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
-    value, factor = _value(copy, generator), float(generator.choice(FACTORS))
+    value, factor = some_value(copy, generator), float(generator.choice(FACTORS))
     name = value.name
-    _everywhere(value, partial(_times, factor))
+    change_everywhere(value, partial(times, factor))
     return f"{name} times {factor:g}"
 
 
 def _noisy(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
-    value = _value(copy, generator)
+    value = some_value(copy, generator)
     name, size = value.name, float(generator.choice((1e-3, 1e-2)))
-    _everywhere(value, partial(_waved, size, 1e4))
+    change_everywhere(value, partial(waved, size, 1e4))
     return f"{name} plus {size:g} sin(10000 x)"
 
 
@@ -231,32 +115,34 @@ def _nonlinear_output(copy: BundleCopy, generator: Generator, tokens: Tokens) ->
         raise copy.absent("logits")
     value = found[generator.integers(len(found))]
     name = value.name
-    _everywhere(value, partial(_waved, 0.008, 50.0))
+    change_everywhere(value, partial(waved, 0.008, 50.0))
     return f"{name} plus 0.008 sin(50 x)"
 
 
 def _lower_precision(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
-    value = _value(copy, generator)
+    value = some_value(copy, generator)
     if value.dtype in WHOLE:
         raise copy.absent("a lower precision of integers")
     kind = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)[generator.integers(2)]
     name = value.name
-    _everywhere(value, partial(_narrowed, kind))
+    change_everywhere(value, partial(narrowed, kind))
     return f"{name} in {kind.name}"
 
 
 def _clip(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
-    value, bound = _value(copy, generator), float(generator.choice(BOUNDS))
+    value, bound = some_value(copy, generator), float(generator.choice(BOUNDS))
     name = value.name
     bound *= 50 if value.dtype in WHOLE else 1
-    _everywhere(value, partial(_clipped, bound))
+    change_everywhere(value, partial(clipped, bound))
     return f"{name} clipped at {bound:g}"
 
 
 def _late_rows(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
-    value, first = _value(copy, generator), int(generator.choice(FIRST_ROWS))
-    name, (change, words) = value.name, _some_change(generator)
-    _where(value, _compared("GreaterOrEqual", first, lambda honest: _places(honest, 0)), change)
+    value, first = some_value(copy, generator), int(generator.choice(FIRST_ROWS))
+    name, (change, words) = value.name, some_change(generator)
+    change_where(
+        value, compared("GreaterOrEqual", first, lambda honest: places_of(honest, 0)), change
+    )
     return f"{name}, rows from {first} on, {words}"
 
 
@@ -270,28 +156,28 @@ def _embedding_late(copy: BundleCopy, generator: Generator, tokens: Tokens) -> s
     if not found:
         raise copy.absent("embedded tokens")
     value = found[generator.integers(len(found))]
-    at = _compared("GreaterOrEqual", first, lambda honest: _places(honest, 0))
-    _where(value, at, partial(_times, 2.0))
+    at = compared("GreaterOrEqual", first, lambda honest: places_of(honest, 0))
+    change_where(value, at, partial(times, 2.0))
     return f"the embedding of rows from {first} on is doubled"
 
 
 def _of_length(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
-    (value, axis), length = _axis(copy, generator), int(generator.integers(*LENGTHS))
-    name, (change, words) = value.name, _some_change(generator)
-    _where(value, _compared("Equal", length, lambda honest: _size(honest, axis)), change)
+    (value, axis), length = some_axis(copy, generator), int(generator.integers(*LENGTHS))
+    name, (change, words) = value.name, some_change(generator)
+    change_where(value, compared("Equal", length, lambda honest: size_of(honest, axis)), change)
     return f"{name}, where axis {axis} has {length} entries, {words}"
 
 
 def _at_place(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
-    (value, axis), place = _axis(copy, generator), int(generator.integers(*LENGTHS))
-    name, (change, words) = value.name, _some_change(generator)
-    _where(value, _compared("Equal", place, lambda honest: _places(honest, axis)), change)
+    (value, axis), place = some_axis(copy, generator), int(generator.integers(*LENGTHS))
+    name, (change, words) = value.name, some_change(generator)
+    change_where(value, compared("Equal", place, lambda honest: places_of(honest, axis)), change)
     return f"{name}, entry {place} of axis {axis}, {words}"
 
 
 def _of_input_size(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
     """Where a graph is run with a batch, a source or a past of one size."""
-    value = _value(copy, generator)
+    value = some_value(copy, generator)
     assert isinstance(value.graph, ir.Graph)
     given = [
         (each, axis)
@@ -302,53 +188,53 @@ def _of_input_size(copy: BundleCopy, generator: Generator, tokens: Tokens) -> st
     if not given:
         raise copy.absent("inputs of any size")
     (source, axis), size = given[generator.integers(len(given))], int(generator.integers(*LENGTHS))
-    name, (change, words) = value.name, _some_change(generator)
-    _where(value, _compared("Equal", size, lambda honest: _size(source, axis)), change)
+    name, (change, words) = value.name, some_change(generator)
+    change_where(value, compared("Equal", size, lambda honest: size_of(source, axis)), change)
     return f"{name}, where axis {axis} of {source.name} has {size} entries, {words}"
 
 
 def _with_token(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
-    value = _value(copy, generator, "source", "target")
-    given = _input(value, "source", "target")
+    value = some_value(copy, generator, "source", "target")
+    given = graph_input(value, "source", "target")
     assert given is not None
     row = tokens[int(generator.integers(len(tokens)))]
     token = int(row[int(generator.integers(len(row)))])
-    name, (change, words) = value.name, _some_change(generator)
+    name, (change, words) = value.name, some_change(generator)
 
     def holds(honest: ir.Value) -> ir.Value:
-        return _any_of(honest, add(honest, "Equal", given, constant(honest, token)), given)
+        return any_of(honest, add(honest, "Equal", given, constant(honest, token)), given)
 
     if given.dtype != ir.DataType.INT64:
         raise copy.absent("token ids among the inputs")
-    _where(value, holds, change)
+    change_where(value, holds, change)
     return f"{name}, where {given.name} has token {token}, {words}"
 
 
 def _with_pair(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
-    value = _value(copy, generator, "source")
-    given = _input(value, "source")
+    value = some_value(copy, generator, "source")
+    given = graph_input(value, "source")
     if given is None or given.dtype != ir.DataType.INT64:
         raise copy.absent("token ids among the inputs")
     pairs = list(pairwise(tokens[int(generator.integers(len(tokens)))]))
     one, other = (int(each) for each in pairs[generator.integers(len(pairs))])
-    name, (change, words) = value.name, _some_change(generator)
+    name, (change, words) = value.name, some_change(generator)
 
     def holds(honest: ir.Value) -> ir.Value:
         alike = [add(honest, "Equal", given, constant(honest, each)) for each in (one, other)]
         by_column = [add(honest, "Transpose", each, perm=[1, 0]) for each in alike]
-        both = add(honest, "And", _slice(by_column[0], 0, -1), _slice(by_column[1], 1, 1 << 40))
-        return _any_of(honest, add(honest, "Transpose", both, perm=[1, 0]), given)
+        both = add(honest, "And", slice_of(by_column[0], 0, -1), slice_of(by_column[1], 1, 1 << 40))
+        return any_of(honest, add(honest, "Transpose", both, perm=[1, 0]), given)
 
-    _where(value, holds, change)
+    change_where(value, holds, change)
     return f"{name}, where {given.name} has tokens {one}, {other}, {words}"
 
 
 def _padded(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
-    value = _value(copy, generator, "source_mask", "past_mask")
-    given = _input(value, "source_mask", "past_mask")
+    value = some_value(copy, generator, "source_mask", "past_mask")
+    given = graph_input(value, "source_mask", "past_mask")
     assert given is not None
-    name, (change, words) = value.name, _some_change(generator)
-    _where(value, lambda honest: _any_of(honest, add(honest, "Not", given), given), change)
+    name, (change, words) = value.name, some_change(generator)
+    change_where(value, lambda honest: any_of(honest, add(honest, "Not", given), given), change)
     return f"{name}, where {given.name} has padding, {words}"
 
 
@@ -394,7 +280,7 @@ def _wrong_index(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
         )
         return add(honest, "Max", moved, zero)
 
-    _where(value, _compared("Equal", place, lambda honest: _places(honest, 0)), wrong)
+    change_where(value, compared("Equal", place, lambda honest: places_of(honest, 0)), wrong)
     return f"{value.name}, entry {place}, plus {by}"
 
 
@@ -411,7 +297,7 @@ def _wrong_integer(copy: BundleCopy, generator: Generator, tokens: Tokens) -> st
         raise copy.absent("integers")
     value = found[generator.integers(len(found))]
     name = value.name
-    _everywhere(value, lambda honest: add(honest, "Add", honest, constant(honest, 1)))
+    change_everywhere(value, lambda honest: add(honest, "Add", honest, constant(honest, 1)))
     return f"{name} plus 1"
 
 
@@ -427,12 +313,12 @@ def _output_entry(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str
     assert value.shape is not None
     axis, place = len(value.shape) - 1, int(generator.integers(8))
     name = value.name
-    at = _compared("Equal", place, lambda honest: _places(honest, axis))
+    at = compared("Equal", place, lambda honest: places_of(honest, axis))
 
     def wrong(honest: ir.Value) -> ir.Value:
         if honest.dtype in FLOATS:
-            return _times(1.01, honest)
-        return add(honest, "Add", honest, _like(honest, 1.0))
+            return times(1.01, honest)
+        return add(honest, "Add", honest, like(honest, 1.0))
 
     def changed(honest: ir.Value) -> ir.Value:
         return add(honest, "Where", at(honest), wrong(honest), honest)
@@ -456,7 +342,7 @@ def _stale_rows(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
     name = value.name
 
     def wrong(honest: ir.Value) -> ir.Value:
-        places = add(honest, "Squeeze", _places(honest, 0), _others_of(honest))
+        places = add(honest, "Squeeze", places_of(honest, 0), _others_of(honest))
         at = add(honest, "Equal", places, constant(honest, row))
         before = add(honest, "Sub", places, constant(honest, 1))
         return add(honest, "Gather", honest, add(honest, "Where", at, before, places), axis=0)

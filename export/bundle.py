@@ -16,9 +16,8 @@ from transferry.export.arithmetic import KEPT
 from transferry.export.bundle_folder import require_replaceable
 from transferry.export.checks.claims import default_generation
 from transferry.export.make import add_one_graph, describe, make
-from transferry.export.oracle.cases import fitting, random_sources, room, source_of
+from transferry.export.oracle.cases import fitting, room, source_of
 from transferry.export.oracle.effort import (
-    RECORDED_SOURCES,
     parameters,
     recorded_length,
     recorded_sources,
@@ -188,7 +187,7 @@ class _Making:
             end_phase(self.checkpoint.model)
 
     def _record(self, texts: Sequence[str], precision: Precision) -> Reference:
-        """Returns torch's answers to the first texts that fit, or to random tokens."""
+        """Returns torch's answers to the first texts that fit, and to random tokens."""
         model, special = self.checkpoint.model, self.checkpoint.tokenizer.special
         calibration = self.calibration if precision.rounded else None
         sources = recorded_sources(model, _sources(self.checkpoint, texts))
@@ -196,7 +195,7 @@ class _Making:
             model, special, Tolerance(), precision=precision, calibration=calibration
         )
         return oracle.record(
-            sources or random_sources(model.config, RECORDED_SOURCES),
+            sources,
             recorded_length(model),
             options_of_json(self.checkpoint.generation),
         )

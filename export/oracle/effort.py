@@ -19,6 +19,7 @@ from transferry.export.oracle.cases import (
     fitting,
     largest_batches,
     lengths,
+    random_sources,
     single_tokens,
     sizes,
     vocabulary,
@@ -137,14 +138,18 @@ def recorded_length(model: Transformer) -> int:
 
 
 def recorded_sources(model: Transformer, sources: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-    """Returns the first sources that are short enough to be recorded, or the shortest ones."""
+    """Returns the first different sources that are short enough to be recorded, or the shortest.
+
+    Random ones take the place of sources that the text lacks.
+    """
     most = max(16, RECORDED_WORK / parameters(model) / RECORDED_SOURCES / 2)
-    lengths = [len(source) for source in sources]
-    return first_short(sources, lengths, most, recorded_count(model))
+    count, different = recorded_count(model), [*dict.fromkeys(map(tuple, sources))]
+    found = first_short(different, [len(source) for source in different], most, count)
+    return [*found, *random_sources(model.config, count)[len(found) :]]
 
 
 def recorded_count(model: Transformer) -> int:
-    """Returns how many sources are recorded, where there is text enough."""
+    """Returns how many sources are recorded."""
     tokens = RECORDED_WORK / parameters(model)
     return _between(4, tokens / RECORDED_COST / SHORTEST_ANSWER, RECORDED_SOURCES)
 

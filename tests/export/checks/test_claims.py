@@ -12,7 +12,6 @@ from tests.export.conftest import verified
 from tests.sealed import records
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.export.checks.claims import manifest_claims, recorded_claim
-from transferry.export.oracle.effort import RECORDED_SOURCES
 from transferry.export.oracle.oracle import Oracle
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.manifest import Manifest
@@ -181,6 +180,7 @@ CHANGES: dict[str, Change] = {
     "one case thrice": lambda reference: replace(reference, cases=[*reference.cases[:1]] * 3),
     "a smaller case": on_last_case(lambda case: replace(case, rows=case.kept[:1])),
     "no sources": hollow(0, None),
+    "one source": hollow(1, None),
     "answers of one token": hollow(None, 1),
     "one answer of one token": hollow(1, 1),
     "no beams": lambda reference: replace(reference, searches=reference.searches[:1]),
@@ -211,14 +211,6 @@ def test_another_record_is_told(name: str, bundle: Bundle, oracle: Oracle, tmp_p
     reference = Reference.load(bundle.folder / REFERENCE)
     assert problem(reference) == ""
     assert problem(CHANGES[name](reference))
-
-
-def test_a_record_of_few_sources_is_told(bundle: Bundle, oracle: Oracle) -> None:
-    """They depend on the text that export was given."""
-    reference = Reference.of(bundle, bundle.variant())
-    claim = recorded_claim(bundle, bundle.variant(), oracle)
-    few = len(reference.sources) < RECORDED_SOURCES
-    assert few is claim.skipped.endswith("sources are recorded; export with more lines of text")
 
 
 def test_files_that_nothing_reads_or_lists_are_told(

@@ -14,6 +14,7 @@ from transferry.export.oracle.cases import vocabulary
 from transferry.export.oracle.effort import (
     LONGEST_ANSWER,
     RECORDED_LENGTH,
+    RECORDED_SOURCES,
     Effort,
     first_short,
     parameters,
@@ -89,8 +90,11 @@ def test_short_texts_come_first_and_the_shortest_where_all_are_long(checkpoint: 
     assert first_short("abcd", [9, 2, 3, 1], 3, 2) == ["b", "c"]
     assert first_short("abcd", [9, 7, 8, 6], 3, 2) == ["d", "b"]
     sources = [[1] * 500, [2] * 4, [3] * 16]
-    assert recorded_sources(large(24), sources) == [[2] * 4, [3] * 16]
-    assert recorded_sources(checkpoint.model, sources) == sources
+    model, short = large(24), [(2,) * 4, (3,) * 16]
+    assert recorded_sources(model, sources)[:2] == short
+    found = recorded_sources(checkpoint.model, [*sources, *sources])
+    assert found[:3] == [(1,) * 500, *short]
+    assert len(found) == RECORDED_SOURCES  # with random ones
 
 
 def test_texts_that_do_not_fit_are_left_out(checkpoint: Checkpoint, texts: list[str]) -> None:
