@@ -326,7 +326,7 @@ def judge(
     unforeseen = (error > budgets) & (error <= tolerance.crossed) & ~crossed
     if unforeseen.sum() <= -(-crossed.sum() // FORESEEN) and tolerance.crossed < math.inf:
         budgets[unforeseen] = tolerance.crossed
-    worst = int((error / budgets).argmax())
+    worst = int((error / np.maximum(budgets, np.finfo(np.float64).tiny)).argmax())
     return float(error[worst]), float(own[worst]), float(budgets[worst])
 
 

@@ -82,7 +82,10 @@ def test_an_option_out_of_range(place: Path, command: str, message: str) -> None
         ("variant = [1, 2]", "variant must be text, found [1, 2]"),
         ("device = 0", "device must be text, found 0"),
         ("require-certificate = 5", "must be true, false or text, found 5"),
-        ('require-certificate = "yes"', "is not one of 'run', 'recorded'"),
+        (
+            'require-certificate = "yes"',
+            "is not one of 'run', 'run without fresh graphs', 'recorded'",
+        ),
         ('format = "xlsx"', "is not one of 'text'"),
         ("out = 5", "out must be text, found 5"),
         ("threads = 0", "0 is not in the range"),
