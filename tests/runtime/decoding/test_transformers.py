@@ -179,7 +179,7 @@ def require_theirs(
     settings = GenerationOptions(**{"max_length": LENGTH, **options})
     found = search(TheirDecoder(model), rows, settings, special)
     assert [list(row[0].scored_tokens) for row in found] == wanted
-    some = [0, 2, *range(8, len(rows))]  # with a prompt that repeats itself
+    some = [0, *range(8, len(rows))]  # with a prompt that repeats itself
     plain = plainly(model, [rows[row] for row in some], settings, special)
     assert [list(row[0].scored_tokens) for row in plain] == [wanted[row] for row in some]
     require_alike(plain, [found[row] for row in some])
@@ -366,7 +366,7 @@ def test_the_plain_rules_give_the_answers_of_the_search(
     kind: str, options: dict[str, Any], models: dict[str, Any]
 ) -> None:
     """Also where transformers has no such option, or other random numbers."""
-    settings, rows = GenerationOptions(max_length=LENGTH, **options), sources()
+    settings, rows = GenerationOptions(max_length=LENGTH, **options), sources()[::3]
 
     def text(ids: Iterable[int]) -> str:
         return "".join(f"<{token}>" for token in ids)
