@@ -221,7 +221,8 @@ class Verification:
         found.append(claim(GRAPHS, lambda: [graphs_claim(fresh, bundle, variant)]))
         found.append(claim("left out", self._left_out))
         found += numbers(subject, oracle, self.cases)
-        found.append(batch_sizes(subject, oracle, self.batches.rows))
+        if self.request.effort.anew:
+            found.append(batch_sizes(subject, oracle, self.batches.rows))
         if subject.decodes:
             found += self._searches()
         else:

@@ -57,7 +57,8 @@ class Effort:
         longest: Most tokens of an answer.
         rows: Most rows of text.
         batch_rows: Most rows that are computed at once; None for those that are served.
-        anew: Whether the graphs and the recorded answers of the bundle are made again.
+        anew: Whether the graphs and the recorded answers of the bundle are made again, and every
+            size of a batch is computed.
         files: Whether stored weights and graphs are compared with the checkpoint's. Off, the
             answers alone must show a fault.
         most_cases: Most cases of random tokens beside those of the vocabulary; None for all.
