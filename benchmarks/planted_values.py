@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 import onnx_ir as ir
@@ -14,9 +14,17 @@ from transferry.export.subject.bundle_copy import BundleCopy, add, constant, rep
 FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 WHOLE = (ir.DataType.INT8, ir.DataType.UINT8, ir.DataType.INT32)
 
+Item = TypeVar("Item")
 Generator: TypeAlias = np.random.Generator
 # Makes another value of an honest one.
 Change: TypeAlias = Callable[[ir.Value], ir.Value]
+
+
+def drawn(copy: BundleCopy, generator: Generator, found: Sequence[Item], what: str) -> Item:
+    """Returns one of some places; without any, raises InputError, which names them."""
+    if not found:
+        raise copy.absent(what)
+    return found[int(generator.integers(len(found)))]
 
 
 def float_values(copy: BundleCopy) -> list[ir.Value]:
@@ -37,9 +45,7 @@ def some_value(copy: BundleCopy, generator: Generator, *inputs: str) -> ir.Value
         for value in float_values(copy)
         if not inputs or (value.graph and graph_input(value, *inputs) is not None)
     ]
-    if not found:
-        raise copy.absent(f"values beside an input {' or '.join(inputs)}")
-    return found[generator.integers(len(found))]
+    return drawn(copy, generator, found, f"values beside an input {' or '.join(inputs)}")
 
 
 def graph_input(near: ir.Value, *names: str) -> ir.Value | None:
@@ -56,9 +62,7 @@ def some_axis(copy: BundleCopy, generator: Generator) -> tuple[ir.Value, int]:
         for axis, size in enumerate(value.shape or ())
         if axis and not isinstance(size, int)
     ]
-    if not found:
-        raise copy.absent("axes of any size")
-    return found[generator.integers(len(found))]
+    return drawn(copy, generator, found, "axes of any size")
 
 
 def like(value: ir.Value, number: float) -> ir.Value:

@@ -23,6 +23,7 @@ from planted_values import (
     change_where,
     clipped,
     compared,
+    drawn,
     graph_input,
     like,
     narrowed,
@@ -111,9 +112,7 @@ def _nonlinear_output(copy: BundleCopy, generator: Generator, tokens: Tokens) ->
         for value in each.graph.outputs
         if value.name in names
     ]
-    if not found:
-        raise copy.absent("logits")
-    value = found[generator.integers(len(found))]
+    value = drawn(copy, generator, found, "logits")
     name = value.name
     change_everywhere(value, partial(waved, 0.008, 50.0))
     return f"{name} plus 0.008 sin(50 x)"
@@ -153,9 +152,7 @@ def _embedding_late(copy: BundleCopy, generator: Generator, tokens: Tokens) -> s
         for node in copy.nodes("Gather")
         if node.inputs[0] in copy.named("embedding.weight")
     ]
-    if not found:
-        raise copy.absent("embedded tokens")
-    value = found[generator.integers(len(found))]
+    value = drawn(copy, generator, found, "embedded tokens")
     at = compared("GreaterOrEqual", first, lambda honest: places_of(honest, 0))
     change_where(value, at, partial(times, 2.0))
     return f"the embedding of rows from {first} on is doubled"
@@ -245,9 +242,7 @@ def _other_token(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
         for value in model.graph.inputs
         if value.name in ("source", "target")
     ]
-    if not inputs:
-        raise copy.absent("token ids among the inputs")
-    value = inputs[generator.integers(len(inputs))]
+    value = drawn(copy, generator, inputs, "token ids among the inputs")
     size = copy.config.vocabulary_size
     token, other = (int(each) for each in generator.choice(size, 2, replace=False))
 
@@ -268,9 +263,8 @@ def _wrong_index(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
         if value.dtype == ir.DataType.INT64 and value.name not in ("source", "target")
         if value.shape is not None and len(value.shape)
     ]
-    if not found:
-        raise copy.absent("indices among the inputs")
-    value, place = found[generator.integers(len(found))], int(generator.integers(6))
+    value = drawn(copy, generator, found, "indices among the inputs")
+    place = int(generator.integers(6))
     by = int(generator.choice((-1, 1)))
 
     def wrong(honest: ir.Value) -> ir.Value:
@@ -293,9 +287,7 @@ def _wrong_integer(copy: BundleCopy, generator: Generator, tokens: Tokens) -> st
         for output in node.outputs
         if output.dtype == ir.DataType.INT64
     ]
-    if not found:
-        raise copy.absent("integers")
-    value = found[generator.integers(len(found))]
+    value = drawn(copy, generator, found, "integers")
     name = value.name
     change_everywhere(value, lambda honest: add(honest, "Add", honest, constant(honest, 1)))
     return f"{name} plus 1"
@@ -309,7 +301,7 @@ def _output_entry(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str
         for value in model.graph.outputs
         if value.shape is not None and len(value.shape) and value.dtype is not None
     ]
-    value = found[generator.integers(len(found))]
+    value = drawn(copy, generator, found, "outputs")
     assert value.shape is not None
     axis, place = len(value.shape) - 1, int(generator.integers(8))
     name = value.name
@@ -336,9 +328,8 @@ def _stale_rows(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
         for value in model.graph.outputs
         if value.shape is not None and len(value.shape)
     ]
-    if not found:
-        raise copy.absent("graphs that move rows")
-    value, row = found[generator.integers(len(found))], int(generator.integers(1, 8))
+    value = drawn(copy, generator, found, "graphs that move rows")
+    row = int(generator.integers(1, 8))
     name = value.name
 
     def wrong(honest: ir.Value) -> ir.Value:
@@ -371,7 +362,7 @@ def _attribute(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
     kinds = sorted({node.op_type for node, _ in found})
     kind = kinds[generator.integers(len(kinds))]
     found = [each for each in found if each[0].op_type == kind]
-    node, attribute = found[generator.integers(len(found))]
+    node, attribute = drawn(copy, generator, found, "attributes")
     name, before = attribute.name, attribute.value
     wrong: Any
     if attribute.type == ir.AttributeType.FLOAT:
@@ -388,9 +379,7 @@ def _attribute(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
 
 def _operator(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
     nodes = [node for node in copy.nodes(*OPERATORS) if not node.attributes]
-    if not nodes:
-        raise copy.absent("operators with a twin")
-    node = nodes[generator.integers(len(nodes))]
+    node = drawn(copy, generator, nodes, "operators with a twin")
     others = OPERATORS[node.op_type]
     other, name = others[generator.integers(len(others))], node.outputs[0].name
     replace(node.outputs[0], lambda honest: add(honest, other, *node.inputs))
@@ -410,9 +399,7 @@ def _rewired(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
             for output in node.outputs:
                 if output.shape is not None:
                     earlier.setdefault((output.dtype, str(output.shape)), []).append(output)
-    if not found:
-        raise copy.absent("values of one shape")
-    node, index, other = found[generator.integers(len(found))]
+    node, index, other = drawn(copy, generator, found, "values of one shape")
     before = node.inputs[index]
     node.replace_input_with(index, other)
     name = node.outputs[0].name
@@ -425,7 +412,7 @@ def _skipped(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
         for node in copy.nodes("Add", "Mul", "LayerNormalization", "Relu", "Gelu", "Softmax")
         if node.outputs[0].shape is not None
     ]
-    node = nodes[generator.integers(len(nodes))]
+    node = drawn(copy, generator, nodes, "operators to skip")
     output = node.outputs[0]
     alike = [v for v in node.inputs if v is not None and str(v.shape) == str(output.shape)]
     first = alike[0] if alike else node.inputs[0]

@@ -12,6 +12,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from planted_values import Generator, drawn
 from transferry.export.faults.weight_faults import RANKS_FILE
 from transferry.export.rewrite.calibration import CALIBRATION, Calibration
 from transferry.export.subject.bundle_copy import BundleCopy
@@ -20,7 +21,6 @@ from transferry.runtime.proof.recorded import Reference
 from transferry.runtime.tokenizer.special_tokens import SETTINGS_FILE, read_settings
 
 Array: TypeAlias = NDArray[Any]
-Generator: TypeAlias = np.random.Generator
 Tokens: TypeAlias = Sequence[Sequence[int]]
 # Plants a fault with numbers of a generator; the tokens are those of texts.
 Plant: TypeAlias = Callable[[BundleCopy, Generator, Tokens], str]
@@ -147,9 +147,7 @@ def _small_constant(copy: BundleCopy, generator: Generator, tokens: Tokens) -> s
         for value in graph.initializers.values()
         if value.const_value is not None and value.const_value.nbytes < 1024
     ]
-    if not found:
-        raise copy.absent("small constants")
-    name, value = found[generator.integers(len(found))]
+    name, value = drawn(copy, generator, found, "small constants")
     assert value.const_value is not None
     array = value.const_value.numpy().copy()
     flat = array.reshape(-1)
