@@ -81,13 +81,18 @@ class Watched(EncoderModel):
     """A served model that shows the tensors of each batch to a function."""
 
     def __init__(self, model: EncoderModel, shown: Callable[[Any, Any, Tensors], None]) -> None:
-        """Shares the sessions of a model."""
-        vars(self).update(vars(model))
-        self._shown = shown
+        """Takes the model, whose sessions run."""
+        self.variant, self.options = model.variant, model.options
+        self.batches, self.outputs = model.batches, model.outputs
+        self._model, self._shown = model, shown
+
+    def describe(self) -> dict[str, Any]:
+        """Returns the facts of the model."""
+        return self._model.describe()
 
     def encode(self, source: Any, mask: Any, outputs: Any = None) -> dict[str, Any]:
         """Encodes as the model does, which computes all outputs whichever it returns."""
-        found = super().encode(source, mask)
+        found = self._model.encode(source, mask)
         self._shown(source, mask, found)
         return {name: found[name] for name in outputs or self.outputs}
 

@@ -27,7 +27,7 @@ from transferry.runtime.proof.compare import Case, Tolerance, compare, observe
 from transferry.runtime.proof.divergence import Divergence, RankErrors
 from transferry.runtime.proof.report import Claim, Difference
 from transferry.runtime.proof.tally import Tally
-from transferry.runtime.proof.units import logit_errors, logit_units
+from transferry.runtime.proof.units import logit_errors
 from transferry.runtime.tokenizer.byte_pair import SpecialTokens
 
 CALIBRATED = "calibration"
@@ -203,11 +203,9 @@ class Choices:
         """Counts the choices of a text as equal, tied or different."""
         exact, right, tolerance = self.exact, self.right, self.tolerance
         wanted, found = self.left.argmax(axis=1), right.argmax(axis=1)
-        units = np.maximum(logit_units(exact), self.least)
-        sides = [
-            logit_units(exact) * logit_errors(each, exact) for each in (self.left, *self.others)
-        ]
-        own = RankErrors(np.max(sides, axis=0), tolerance.floor * units, self.borders)
+        units, sides = logit_errors(exact, self.left, *self.others)
+        floor = tolerance.floor * np.maximum(units, self.least)
+        own = RankErrors(units * np.max(sides, axis=0), floor, self.borders)
         # Rounding alone crosses no border.
         few = replace(own, each=own.floor if self.borders else own.each, borders=False)
         divergences, errors = [], []

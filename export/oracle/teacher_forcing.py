@@ -20,7 +20,7 @@ from transferry.runtime.proof.report import (
     Margins,
     TaskMetric,
 )
-from transferry.runtime.proof.units import logit_errors, logit_units
+from transferry.runtime.proof.units import logit_errors
 
 Logits = NDArray[np.floating[Any]]
 
@@ -81,9 +81,8 @@ class TeacherForcing:
             logits[:places].astype(np.float64)
             for logits in (oracle, reference, found, reference if trained is None else trained)
         )
-        units = logit_units(exact)
-        for errors, logits in ((self.errors, judged), (self.own, own)):
-            worst = logit_errors(logits, exact)
+        units, sides = logit_errors(exact, judged, own)
+        for errors, worst in zip((self.errors, self.own), sides, strict=True):
             if errors is self.errors:
                 self.error = float(np.maximum(self.error, (units * worst).max()))
             errors += [0.0] * (places - len(errors))

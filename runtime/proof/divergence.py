@@ -25,7 +25,7 @@ from transferry.runtime.proof.compare import Tolerance
 from transferry.runtime.proof.draws import distance_of_draws
 from transferry.runtime.proof.report import Difference
 from transferry.runtime.proof.rules import Rules
-from transferry.runtime.proof.units import logit_errors, logit_units
+from transferry.runtime.proof.units import logit_errors
 from transferry.runtime.tokenizer.byte_pair import SpecialTokens
 
 # Limit of an answer in units of its change by other roundings at borders, as in
@@ -256,8 +256,9 @@ class RankErrors:
             sides: Those of torch.
             floor: Lower bound of an error, in `logit_units`.
         """
-        units = np.maximum(logit_units(exact.logits), -exact.log_probabilities)
-        errors = [units * logit_errors(side.logits, exact.logits) for side in sides]
+        units, errors = logit_errors(exact.logits, *(side.logits for side in sides))
+        units = np.maximum(units, -exact.log_probabilities)
+        errors = [units * each for each in errors]
         with np.errstate(invalid="ignore"):  # of a forbidden token both are minus infinity
             errors += [
                 np.where(side.ranks == exact.ranks, 0.0, np.abs(side.ranks - exact.ranks))

@@ -169,7 +169,7 @@ class Growth:
 
     Attributes:
         step: Number of tokens before the position.
-        error: The largest error, in the unit of `compare.logit_units`.
+        error: The largest error, in the unit of `units.logit_units`.
         reference_error: torch's own.
     """
 

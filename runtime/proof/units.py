@@ -52,25 +52,25 @@ def logit_units(logits: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
 
 
 def logit_errors(
-    found: NDArray[np.floating[Any]], oracle: NDArray[np.floating[Any]]
-) -> NDArray[np.float64]:
-    """Returns the largest error of a log-probability by position, in `logit_units`.
+    oracle: NDArray[np.floating[Any]], *sides: NDArray[np.floating[Any]]
+) -> tuple[NDArray[np.float64], list[NDArray[np.float64]]]:
+    """Returns the `logit_units` by position, and in them the largest error of a log-probability.
 
     A token far below the best is measured in units of its own distance from it, which rounding of
     its logit grows with.
 
     Args:
-        found: Logits `[positions, vocabulary]`.
-        oracle: Those of the oracle, likewise.
+        oracle: Logits of the oracle `[positions, vocabulary]`.
+        sides: Those of others, likewise.
 
     Returns:
-        `[positions]`
+        Units `[positions]`, and the errors of each side, likewise.
     """
     exact = oracle.astype(np.float64)
-    moved = found - log_sum_exp(found)[:, None] - (exact - log_sum_exp(exact)[:, None])
-    scale = np.maximum(logit_units(exact)[:, None], exact.max(axis=-1, keepdims=True) - exact)
-    errors: NDArray[np.float64] = (np.abs(moved) / scale).max(axis=-1)
-    return errors
+    normalised, units = exact - log_sum_exp(exact)[:, None], logit_units(exact)
+    scale = np.maximum(units[:, None], exact.max(axis=-1, keepdims=True) - exact)
+    moved = (side - log_sum_exp(side)[:, None] - normalised for side in sides)
+    return units, [(np.abs(each) / scale).max(axis=-1) for each in moved]
 
 
 @dataclass(frozen=True)
