@@ -53,6 +53,11 @@ def pytest_configure() -> None:
     gc.set_threshold(100_000, 50, 1000)
 
 
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Names content by its argument: two workers must agree, and gzip writes the time."""
+    return argname if isinstance(val, bytes) else None
+
+
 def pytest_collection_finish() -> None:
     keep_what_is_there()
 
