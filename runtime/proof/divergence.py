@@ -7,7 +7,7 @@ computations is wrong. Any two decoders can be compared; the most exact one serv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, Generic
@@ -129,7 +129,19 @@ class Explainer:
             found: The decoder's.
             row_id: The number that seeded the row's samples.
         """
-        left, right, penalty = self._candidates(source, wanted, found, row_id)
+        pairs = self._candidates(source, wanted, found, row_id)
+        compared = (self._compared(source, *pair, row_id) for pair in pairs)
+        return min(compared, key=lambda one: one.margin - one.allowed)
+
+    def _compared(
+        self,
+        source: Sequence[int],
+        left: tuple[int, ...],
+        right: tuple[int, ...],
+        penalty: float,
+        row_id: int,
+    ) -> Divergence:
+        """Measures the margin of two candidates; see `explain`."""
         if not left or not right:
             return Divergence(0, left, right, np.inf, 0.0, 0.0)
         step = next(
@@ -177,19 +189,24 @@ class Explainer:
         wanted: Sequence[Hypothesis],
         found: Sequence[Hypothesis],
         row_id: int,
-    ) -> tuple[tuple[int, ...], tuple[int, ...], float]:
-        """Returns the first candidates that differ, and the length penalty of their scores."""
-        answers = [_finished(wanted)], [_finished(found)]
+    ) -> list[tuple[tuple[int, ...], tuple[int, ...], float]]:
+        """Returns the first candidates that differ, and the length penalty of their scores.
+
+        There are several pairs where each alone may be the cause.
+        """
+        answers, steps = ([_finished(wanted)], [_finished(found)]), list[list[Prefixes]]()
         if self.options.beam == self.options.n_best == 1:
             left, right = _first_difference(*answers)
         else:
-            left, right = _first_difference(
-                *(self._watch(side, source, row_id) for side in (self.reference, self.decoder))
-            )
+            steps = [self._watch(side, source, row_id) for side in (self.reference, self.decoder)]
+            left, right = _first_difference(*steps)
         if left:
-            return left, right, 0.0
+            return [(left, right, 0.0)]
         # The candidates were the same; they ended or were ranked differently.
-        return *_first_difference(*answers), self.options.length_penalty
+        whole = (*_first_difference(*answers), self.options.length_penalty)
+        beam = self.options.beam
+        edge = _displaced(wanted, found, steps[0], beam) if beam > 1 else ()
+        return [*((*pair, 0.0) for pair in edge), whole]
 
     def _watch(self, decoder: Decoder[Any], source: Sequence[int], row_id: int) -> list[Prefixes]:
         """Searches over one source; returns the prefixes that each step continued."""
@@ -368,6 +385,25 @@ def _first_difference(
             if one != other:
                 return one, other
     return (), ()
+
+
+def _displaced(
+    wanted: Sequence[Hypothesis], found: Sequence[Hypothesis], steps: Sequence[Prefixes], beam: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yields the candidates that decide whether an ended one is kept.
+
+    A beam keeps those that end among its best candidates, and continues the best of the others: an
+    ended one may be kept or not where the same prefixes go on. Of each hypothesis that one side
+    lacks, these are it and the prefix of its length that would take its place.
+    """
+    sides = _finished(wanted), _finished(found)
+    for ended in {*sides[0]} ^ {*sides[1]}:
+        side = sides[ended in sides[1]]
+        before = sum(len(each) == len(ended) for each in side[: side.index(ended)])
+        rivals = steps[len(ended)] if len(ended) < len(steps) else []
+        if 0 <= beam - 1 - before < len(rivals):
+            rival = rivals[beam - 1 - before]
+            yield (rival, ended) if ended in sides[1] else (ended, rival)
 
 
 def _finished(hypotheses: Sequence[Hypothesis]) -> Prefixes:
