@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal, cast
+from typing import Any
 
 from transferry.build_model.importing.huggingface.folder import Settings
+from transferry.build_model.importing.huggingface.heads import classifier
 from transferry.build_model.importing.huggingface.rope import SLIDING, RotaryKeys, read_rotary
 from transferry.build_model.importing.huggingface.tables import (
     ACTIVATIONS,
     GATES,
-    Classifier,
     Family,
     NoPlace,
     Table,
@@ -22,8 +21,7 @@ from transferry.build_model.importing.huggingface.tables import (
     renamed,
     sizes,
 )
-from transferry.build_model.model.config import HeadActivation, ModelConfig
-from transferry.runtime.bundle.head import HeadSettings
+from transferry.build_model.model.config import ModelConfig
 
 BERT_HEAD = "cls.predictions.bias"
 
@@ -270,120 +268,15 @@ MODERNBERT: Table = {
     "decoder.bias": "output_bias",
 }
 
-# --- Classification -------------------------------------------------------------------------------
+# --- All types -----------------------------------------------------------------------------------
 
-# Activation that turns scores into probabilities, by problem_type.
-PROBLEMS: dict[str, Literal["softmax", "sigmoid", "none"]] = {
-    "single_label_classification": "softmax",
-    "multi_label_classification": "sigmoid",
-    "regression": "none",
-}
-# Activations of a cross-encoder, by their names in folders.
-RANKS: dict[str, Literal["sigmoid", "none"]] = {
-    "torch.nn.modules.activation.Sigmoid": "sigmoid",
-    "torch.nn.modules.linear.Identity": "none",
-}
-
-
-def _labels(config: Settings) -> tuple[str, ...]:
-    """Names of the scores; transformers names those without names LABEL_0, LABEL_1, ..."""
-    named = config.get("id2label")
-    config.get("label2id")
-    count = config.whole("num_labels", len(named) if isinstance(named, dict) else 2)
-    # transformers makes names anew where there are more or fewer than scores.
-    if named is None or (isinstance(named, dict) and len(named) != count):
-        return tuple(f"LABEL_{number}" for number in range(count))
-    texts = named.values() if isinstance(named, dict) else ()
-    ids = {str(number) for number in range(len(texts))}
-    if not texts or set(named) != ids or not all(isinstance(each, str) for each in texts):
-        config.refuse("id2label", named, "names of the labels 0, 1, 2 and so on")
-    return tuple(named[str(number)] for number in range(len(named)))
-
-
-def _rank(config: Settings) -> Literal["sigmoid", "none"]:
-    """Activation that CrossEncoder of sentence-transformers applies to the score of a pair."""
-    former = config.get("sbert_ce_default_activation_function")
-    said = config.get("sentence_transformers", {})
-    name = said.get("activation_fn", former) if isinstance(said, dict) else said
-    if name is None:
-        return "sigmoid"
-    if name not in RANKS:
-        config.refuse("sentence_transformers", said or former, " or ".join(RANKS))
-    return RANKS[name]
-
-
-def _classifier(
-    dense: str,
-    last: str = "classifier",
-    activation: HeadActivation = "tanh",
-    *,
-    width: str = "hidden_size",
-    modern: bool = False,
-) -> Callable[[Settings], Classifier | None]:
-    """Returns how a type's heads are read.
-
-    Args:
-        dense: Name of the first of the two layers that score a text.
-        last: Name of the second.
-        activation: Of the first.
-        width: Setting of the width of the hidden states.
-        modern: Its first layer scores tokens too, and has a norm, as in ModernBERT.
-    """
-
-    def read(config: Settings) -> Classifier | None:
-        task = _task(config)
-        if task is None:
-            return None
-        labels, two = _labels(config), task == "classify" or modern
-        unit, bias, pooling = activation, True, "first"
-        names = {last if task == "classify" else "classifier": int(two)}
-        if two:
-            names[dense] = 0
-        table = {f"{theirs}.*": f"head.layers.{ours}.linear.*" for theirs, ours in names.items()}
-        if modern:
-            unit = cast(HeadActivation, config.choice("classifier_activation", ACTIVATIONS, "gelu"))
-            bias = config.flag("classifier_bias", False)
-            table["head.norm.*"] = "head.layers.0.norm.*"
-            if task == "classify":
-                pooling = config.choice(
-                    "classifier_pooling", {"cls": "first", "mean": "mean"}, "cls"
-                )
-        fields: dict[str, Any] = {
-            "lm_head": False,
-            "output_transform": False,
-            "output_bias": False,
-            "tied": True,
-            "pooling": (pooling,) if task == "classify" else (),
-            "head_widths": (*[config.whole(width, 768)] * two, len(labels)),
-            "head_activations": (*[unit] * two, "none"),
-            "head_biases": (*[bias] * two, True),
-            "head_norm": modern,
-        }
-        settings = HeadSettings("tag", labels, "softmax")
-        if task == "classify":
-            usual = "regression" if len(labels) == 1 else "single_label_classification"
-            problem = config.choice("problem_type", PROBLEMS, usual)
-            settings = HeadSettings("classify", labels, problem, _rank(config))
-        return Classifier(fields, table, settings)
-
-    return read
-
-
-def _task(config: Settings) -> Literal["classify", "tag"] | None:
-    classes = config.get("architectures")
-    name = str(classes[0]) if isinstance(classes, list) and classes else ""
-    if name.endswith("ForSequenceClassification"):
-        return "classify"
-    return "tag" if name.endswith("ForTokenClassification") else None
-
-
-PROJECTED = _classifier("classifier.dense", "classifier.out_proj")
+PROJECTED = classifier("classifier.dense", "classifier.out_proj")
 TYPES = "embeddings.token_type_embeddings.weight"
 FAMILIES = {
     "bert": Family(
         "BERT",
         *(_bert_shape, BERT, ("bert.",)),
-        classifier=_classifier("pooler.dense"),
+        classifier=classifier("pooler.dense"),
         segments=TYPES,
     ),
     "roberta": Family("RoBERTa", _roberta_shape, ROBERTA, ("roberta.",), classifier=PROJECTED),
@@ -393,18 +286,18 @@ FAMILIES = {
     "distilbert": Family(
         "DistilBERT",
         *(_distilbert_shape, DISTILBERT, ("distilbert.",)),
-        classifier=_classifier("pre_classifier", activation="relu", width="dim"),
+        classifier=classifier("pre_classifier", activation="relu", width="dim"),
     ),
     "electra": Family(
         "ELECTRA",
         *(_electra_shape, ELECTRA, ("electra.",)),
-        classifier=_classifier("classifier.dense", "classifier.out_proj", "gelu"),
+        classifier=classifier("classifier.dense", "classifier.out_proj", "gelu"),
         segments=TYPES,
     ),
     "mpnet": Family("MPNet", _mpnet_shape, MPNET, ("mpnet.",), classifier=PROJECTED),
     "modernbert": Family(
         "ModernBERT",
         *(_modernbert_shape, MODERNBERT, ("model.",)),
-        classifier=_classifier("head.dense", modern=True),
+        classifier=classifier("head.dense", modern=True),
     ),
 }

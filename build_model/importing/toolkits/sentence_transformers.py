@@ -16,8 +16,8 @@ from torch import Tensor
 
 from transferry.build_model.importing.formats.tensors import Tensors
 from transferry.build_model.importing.formats.weight_files import open_weights
-from transferry.build_model.importing.huggingface.encoder_only import RANKS
 from transferry.build_model.importing.huggingface.folder import CONFIG, REMEDY, Settings
+from transferry.build_model.importing.huggingface.heads import RANKS
 from transferry.build_model.importing.huggingface.settings_table import MODULE, READING, SENTENCE
 from transferry.build_model.model.config import HeadActivation, Pooling
 from transferry.runtime.bundle.head import HeadSettings
