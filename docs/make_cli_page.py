@@ -6,6 +6,7 @@ from pathlib import Path
 import click
 
 from transferry.cli import main
+from transferry.runtime.console.group import HELP_ALL
 
 PAGE = Path(__file__).with_name("cli.md")
 WIDTH = 80
@@ -69,7 +70,10 @@ def _without(
 
 def _help(command: click.Command, name: str) -> str:
     # A width of its own, or the page would depend on the terminal that made it.
-    text = command.get_help(click.Context(command, info_name=name, terminal_width=WIDTH))
+    settings = main.context_settings | {"terminal_width": WIDTH}
+    context = click.Context(command, info_name=name, **settings)
+    context.meta[HELP_ALL] = True
+    text = command.get_help(context)
     return "\n".join(line.rstrip() for line in text.splitlines())
 
 

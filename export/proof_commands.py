@@ -124,7 +124,8 @@ Examples:
 )
 @session_options
 @option(
-    "--device-id",
+    "--device",
+    "device_id",
     panel=MACHINE,
     type=click.IntRange(0, 1024),
     default=0,

@@ -5,7 +5,6 @@ is compared with numpy's. A warning is a missing part, a fault a part that does 
 `transferry doctor` exits with 5 on a fault.
 """
 
-import importlib.metadata
 import platform
 import sys
 from collections.abc import Callable, Sequence
@@ -16,8 +15,13 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from transferry.runtime.errors import install_command
+from transferry.runtime.errors import ProviderError, install_command
 from transferry.runtime.hardware import instruction_sets, usable_cores
+from transferry.runtime.installation import (
+    installed_onnxruntime,
+    installed_version,
+    onnxruntime_fault,
+)
 from transferry.runtime.io.folders import temporary_folder
 from transferry.runtime.tables import table
 
@@ -63,7 +67,7 @@ def diagnose() -> list[Check]:
     ]
     if sys.platform != "darwin":  # has no CUDA
         checks.append(check_cuda())
-    if _version("openvino"):  # a rare extra
+    if installed_version("openvino"):  # a rare extra
         checks.append(check_openvino())
     return [*checks, _check_hardware(), _check_tiktoken(), _check_torch()]
 
@@ -72,19 +76,23 @@ def to_text(checks: Sequence[Check]) -> str:
     """Returns the checks as a table, and the remedies below it."""
     rows = [(check.name, check.status, check.found) for check in checks]
     remedies = [f"to fix {check.name}: {check.remedy}" for check in checks if check.remedy]
+    if any("pip install" in remedy for remedy in remedies):
+        remedies.append(
+            "without a package index: add --no-index --find-links and a folder of wheels"
+        )
     return "\n".join([table(("check", "status", "found"), rows), *remedies])
 
 
 def check_cpu() -> Check:
     """Multiplies two matrices on the CPU provider."""
-    return _check_provider("cpu", "pip install --force-reinstall transferry")
+    return _check_provider("cpu", "fix onnxruntime first, see above; else report this processor")
 
 
 def check_cuda() -> Check:
     """Multiplies two matrices on the CUDA provider if there is a GPU."""
     try:
         from transferry.runtime.ort.cuda import cuda_obstacle
-    except (ImportError, OSError) as reason:
+    except (ImportError, OSError, ProviderError) as reason:
         return Check("cuda", "warning", _one_line(reason), "fix onnxruntime first")
     obstacle = cuda_obstacle()
     if obstacle is None:
@@ -125,7 +133,7 @@ def _check_product(name: str, multiply: Multiply, remedy: str) -> Check:
     found = f"product of {PRODUCT_SIZE} x {PRODUCT_SIZE}: error {error:.1e} of the largest entry"
     found += {"cuda": ", TF32 off", "openvino": ", in float32"}.get(name, "")
     if name == "openvino":
-        found = f"{_version(name)}, {found}"
+        found = f"{installed_version(name)}, {found}"
     if error <= PRODUCT_TOLERANCE:  # false for NaN
         return Check(name, "ok", found)
     return Check(name, "fault", f"{found}, more than {PRODUCT_TOLERANCE:.0e}", remedy)
@@ -144,21 +152,16 @@ def _product_error(multiply: Multiply) -> float:
 
 
 def _check_onnxruntime() -> Check:
-    installed = {name: _version(name) for name in ("onnxruntime", "onnxruntime-gpu")}
-    present = {name: version for name, version in installed.items() if version}
-    found = ", ".join(f"{name} {version}" for name, version in present.items())
-    if len(present) > 1:
-        found += ": both install the same files, and the last one wins"
-        remedy = "pip uninstall --yes onnxruntime onnxruntime-gpu && pip install transferry"
-        return Check("onnxruntime", "fault", found, remedy)
+    installed, failure = installed_onnxruntime(), ""
     try:
         from transferry.runtime.ort.session import onnxruntime_build
-    except (ImportError, OSError) as reason:
-        found = f"{found or 'not installed'}: {_one_line(reason)}"
-        return Check("onnxruntime", "fault", found, "pip install --force-reinstall transferry")
+    except ProviderError as reason:
+        failure = _one_line(reason.__cause__ or reason)
+    if fault := onnxruntime_fault(installed, failure):
+        return Check("onnxruntime", "fault", *fault)
     version, providers = onnxruntime_build()
-    found = found or f"onnxruntime {version}"
-    return Check("onnxruntime", "ok", f"{found}, built with {', '.join(providers)}")
+    found = "".join(installed) or "onnxruntime, of another distribution"
+    return Check("onnxruntime", "ok", f"{found} {version}, built with {', '.join(providers)}")
 
 
 def _check_hardware() -> Check:
@@ -181,22 +184,15 @@ def _check_tiktoken() -> Check:
         intact = encoding.decode(encoding.encode_ordinary(text)) == text
     except Exception as reason:  # noqa: BLE001 - any failure is a result
         return Check("tiktoken", "fault", _one_line(reason), remedy)
-    found = f"{_version('tiktoken')}, text round trip {'ok' if intact else 'differs'}"
+    found = f"{installed_version('tiktoken')}, text round trip {'ok' if intact else 'differs'}"
     return Check("tiktoken", "ok" if intact else "fault", found, "" if intact else remedy)
 
 
 def _check_torch() -> Check:
     # From metadata: importing torch takes seconds.
-    found = _version("torch") or "not installed; only train, export and verify --checkpoint need it"
-    return Check("torch", "ok", found)
+    absent = "not installed; only train, export and verify --checkpoint need it"
+    return Check("torch", "ok", installed_version("torch") or absent)
 
 
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _one_line(reason: Exception) -> str:
+def _one_line(reason: BaseException) -> str:
     return " ".join(str(reason).split())

@@ -57,8 +57,18 @@ PROJECT_IMPORTS: dict[str, tuple[str, ...]] = {
 # The rooms of a package, leaf first: each may import those before it, and no later one.
 ROOMS = {
     "runtime": (
-        *("errors", "stopping", "hardware", "precision", "io", "settings", "tables", "tokenizer"),
-        *("decoding", "bundle", "ort", "doctor", "proof", "engine", "page", "jobs", "console"),
+        *(
+            "errors",
+            "installation",
+            "stopping",
+            "hardware",
+            "precision",
+            "io",
+            "settings",
+            "tables",
+        ),
+        *("tokenizer", "decoding", "bundle", "ort", "doctor", "proof", "engine", "page", "jobs"),
+        "console",
     ),
     "export": (
         *("recipes", "trace", "arithmetic", "torch_model", "rewrite", "make", "oracle"),

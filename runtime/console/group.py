@@ -32,6 +32,7 @@ from transferry.runtime.tables import printable
 
 # Renamed options; the old name still works, also in a --config file.
 FORMER_NAMES = {"opinions": "cross-check", "shard": "partition", "shard-rows": "chunk-rows"}
+FORMER_NAMES |= {"device-id": "device"}
 # Commands by purpose, in the order in which a model meets them.
 COMMANDS = {
     "Make a bundle": ("train", "distil", "import", "export"),
@@ -39,7 +40,18 @@ COMMANDS = {
     "Use it": ("run", "score", "merge", "inspect", "page"),
     "Machine": ("doctor", "completion"),
 }
+# Options that --help lists, in this order, of a command with many; --help-all lists the rest.
+COMMON = {
+    "train": "source target valid-source valid-target text preset max-steps max-minutes seed",
+    "run": "out column format task target-language chat long-rows beam max-length sample variant "
+    "provider require-certificate engine",
+    "score": "out column target format long-rows variant provider require-certificate engine",
+    "verify": "checkpoint text target self-test variant provider beam certify sign report",
+}
+# Headings: of the common options, and of those that few people need, listed last.
+FIRST, LAST = "Common options", ("Machine", "Proof", "Ray")
 COMMAND_LINE, CONFIG = f"{__name__}.command_line", f"{__name__}.config"
+HELP_ALL = f"{__name__}.help_all"
 
 
 class FilePath(click.Path):
@@ -108,21 +120,57 @@ def _as_failures() -> Iterator[None]:
         raise Failure(f"{error.format_message()}{hint}", error.exit_code) from error
 
 
+def _show_all(ctx: click.Context, parameter: click.Parameter, given: bool) -> None:
+    """Prints the help with every option, then exits."""
+    if given and not ctx.resilient_parsing:
+        ctx.meta[HELP_ALL] = True
+        click.echo(ctx.get_help())
+        ctx.exit()
+
+
+_help_all = click.Option(
+    ["--help-all"],
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_show_all,
+    help="Show every option and exit.",
+)
+
+
 class CheckedCommand(click.Command):
     """A command whose outputs are apart from its inputs and from each other."""
 
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """Returns the parameters, with --help-all where --help is short."""
+        added = [_help_all] if self.name in COMMON and self.add_help_option else []
+        return super().get_params(ctx) + added
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Lists the options by concern, in the order in which concerns appear."""
+        """Lists the options by concern: all of them, or the common ones."""
+        common = "" if ctx.meta.get(HELP_ALL) else COMMON.get(str(self.name), "")
+        places = {f"--{name}": place for place, name in enumerate(common.split())}
         panels: dict[str, list[tuple[str, str]]] = {}
-        for parameter in self.get_params(ctx):
+        for parameter in sorted(
+            self.get_params(ctx), key=lambda each: places.get(each.opts[-1], 99)
+        ):
             record = parameter.get_help_record(ctx)
             if record is not None and record[1]:  # an argument has no help of its own
-                panels.setdefault(getattr(parameter, "panel", ""), []).append(record)
+                own = getattr(parameter, "panel", "")
+                panels.setdefault(FIRST if parameter.opts[-1] in places else own, []).append(record)
         rest = panels.pop("", [])
-        for heading, records in (*panels.items(), ("Options", rest)):
+        order = (
+            [FIRST]
+            if common
+            else sorted(panels, key=lambda each: each in LAST and LAST.index(each) + 1)
+        )
+        for heading, records in (*((each, panels[each]) for each in order), ("Options", rest)):
             if records:
                 with formatter.section(heading):
                     formatter.write_dl(records)
+        if common:
+            formatter.write_paragraph()
+            formatter.write_text(f"{ctx.command_path} --help-all shows every option.")
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Refuses an option given twice that takes one value: click would drop the first."""
@@ -196,7 +244,11 @@ class Commands(click.Group):
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         format_with(partial(as_logged, level="error"))
-        self.context_settings = {"max_content_width": 100, "token_normalize_func": current_name}
+        self.context_settings = {
+            "help_option_names": ["-h", "--help"],
+            "max_content_width": 100,
+            "token_normalize_func": current_name,
+        }
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Lists the commands by purpose, with the whole first line of their help."""

@@ -3,11 +3,17 @@
 Importing this package turns off onnxruntime's telemetry, which starts with the first import of
 onnxruntime and which `disable_telemetry_events` does not stop. So onnxruntime is imported only
 within this package. A value of the variable that the user set stays.
+
+Raises:
+    ProviderError: onnxruntime cannot be imported.
 """
 
 import os
 import sys
 import warnings
+
+from transferry.runtime.errors import ProviderError
+from transferry.runtime.installation import installed_onnxruntime, onnxruntime_fault
 
 TELEMETRY_SWITCH = "ORT_DISABLE_TELEMETRY"
 
@@ -19,3 +25,10 @@ if "onnxruntime" in sys.modules and TELEMETRY_SWITCH not in os.environ:
         stacklevel=2,
     )
 os.environ.setdefault(TELEMETRY_SWITCH, "1")
+
+try:
+    from onnxruntime import InferenceSession as InferenceSession
+except (ImportError, OSError, AttributeError) as error:
+    fault = onnxruntime_fault(installed_onnxruntime(), " ".join(str(error).split()))
+    found, remedy = fault or (str(error), "transferry doctor")
+    raise ProviderError(f"onnxruntime: {found}; {remedy}") from error

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from tests.cli.test_outputs import place as place
 from tests.commands import call
 from transferry.cli import main
-from transferry.runtime.console.group import COMMANDS
+from transferry.runtime.console.group import COMMANDS, COMMON
 
 RUN = "run bundle lines.txt -o new.jsonl"
 NINES = "9" * 20
@@ -47,7 +48,7 @@ NINES = "9" * 20
         ("import  --out new", "expected a path, found nothing"),
         ("export run --out ", "expected a path, found nothing"),
         ("verify bundle --checkpoint run --beam -5", "beam must be at least 1, found -5"),
-        ("verify bundle --device-id -1", "-1 is not in the range 0<=x<=1024"),
+        ("verify bundle --device -1", "-1 is not in the range 0<=x<=1024"),
         ("train --builtin --out new --max-minutes inf", "--max-minutes must be at most"),
         ("train --builtin --out new --peak-learning-rate 1e308", "must be at most 1000, found"),
         (f"train --builtin --out new --d-model {NINES}", "a whole number of at most 1000000"),
@@ -164,3 +165,20 @@ def test_a_pipe_without_a_writer_is_not_waited_for(
 def test_help_lists_every_command_by_its_purpose() -> None:
     listed = [name for names in COMMANDS.values() for name in names]
     assert sorted(listed) == sorted(main.commands)
+
+
+@pytest.mark.parametrize("command", COMMON)
+def test_help_is_short_and_help_all_has_the_rest(command: str) -> None:
+    short, whole = (call(command, option) for option in ("-h", "--help-all"))
+    listed = short.stdout.partition("Common options:")[2]
+    names = [f"--{name}" for name in COMMON[command].split()]
+    places = [re.search(rf"^  (-o, )?{name}\b", listed, re.M) for name in names]
+    found = [place.start() for place in places if place]
+    assert len(found) == len(names)
+    assert found == sorted(found)
+    assert f"{command} --help-all shows every option." in short.stdout
+    options = {option for each in main.commands[command].params for option in each.opts}
+    assert all(f"{option} " in whole.stdout for option in options if option.startswith("--"))
+    assert "shows every option" not in whole.stdout
+    if "Search:" in whole.stdout:
+        assert whole.stdout.index("Search:") < whole.stdout.index("Machine:")

@@ -1,15 +1,20 @@
-import builtins
 import importlib
 import json
+import shutil
+import subprocess
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnxruntime
 import pytest
 
 from transferry.runtime import doctor
 from transferry.runtime.doctor import Check, check_cpu, check_cuda, check_openvino, diagnose
+from transferry.runtime.errors import ProviderError
+from transferry.runtime.installation import CPU, GPU, installed_version
 from transferry.runtime.ort import cuda, openvino_runner, session
 
 
@@ -89,34 +94,86 @@ def test_cuda_is_a_fault_only_where_a_gpu_goes_unused(
     }
 
 
-def test_two_onnxruntime_packages_are_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_version", lambda name: "1.31.1")
-    check = named("onnxruntime")
-    assert check.status == "fault"
-    assert "onnxruntime 1.31.1, onnxruntime-gpu 1.31.1" in check.found
-    assert "pip uninstall" in check.remedy
+PACKAGES = Path(onnxruntime.__file__).parent.parent
+VERSION = onnxruntime.__version__
+IN_ONE_FOLDER = (
+    "import sys; sys.path[:0] = [sys.argv.pop(1)]; from transferry.cli import main; main()"
+)
 
 
-def test_an_onnxruntime_that_does_not_import_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("onnxruntime", "transferry.runtime.ort.session"):
-        monkeypatch.delitem(sys.modules, module, raising=False)
-    real_import = builtins.__import__
+def installation(folder: Path, distributions: dict[str, str], package: str) -> Path:
+    """Makes a folder of installed packages with another onnxruntime.
 
-    def broken_import(name: str, *arguments: Any, **more: Any) -> Any:
-        if name.split(".")[0] == "onnxruntime":
-            raise ImportError("DLL load failed")
-        return real_import(name, *arguments, **more)
+    Args:
+        folder: Where.
+        distributions: Versions that the metadata names.
+        package: "whole", "empty" as uninstalling a distribution of the same files leaves it, "no
+            library", or "absent".
+    """
+    folder.mkdir()
+    (folder / "transferry").symlink_to(Path(doctor.__file__).parent.parent)
+    for each in PACKAGES.iterdir():
+        if not each.name.startswith(("onnxruntime", "__editable__", "transferry")):
+            (folder / each.name).symlink_to(each)
+    for name, version in distributions.items():
+        metadata = folder / f"{name.replace('-', '_')}-{version}.dist-info" / "METADATA"
+        metadata.parent.mkdir()
+        metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    if package == "whole":
+        (folder / "onnxruntime").symlink_to(PACKAGES / "onnxruntime")
+    elif package != "absent":
+        (folder / "onnxruntime" / "capi").mkdir(parents=True)
+        if package == "no library":
+            shutil.copy(PACKAGES / "onnxruntime" / "__init__.py", folder / "onnxruntime")
+    return folder
 
-    monkeypatch.setattr(builtins, "__import__", broken_import)
-    assert named("onnxruntime").status == "fault"
-    assert named("cpu").status == "fault"
-    assert check_cuda().status == "warning"
+
+def told(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-I", "-S", "-c", IN_ONE_FOLDER, str(folder), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("distributions", "package", "found", "remedy"),
+    [
+        ({GPU: VERSION, CPU: VERSION}, "whole", "the last one wins", "pip download --no-deps"),
+        ({}, "absent", "not installed: No module named", 'pip install --no-deps "onnxruntime>='),
+        ({GPU: VERSION}, "empty", "cannot be imported", f"--no-deps {GPU}=={VERSION}"),
+        ({CPU: VERSION}, "no library", "cannot be imported", f"--no-deps {CPU}=={VERSION}"),
+        ({GPU: "1.20.0"}, "whole", "expected 1.31 or a later", f'--no-deps "{GPU}>=1.31,<1.32"'),
+        ({GPU: "1.32.0"}, "whole", "expected 1.31 or a later", f'--no-deps "{GPU}>=1.31,<1.32"'),
+    ],
+)
+def test_a_broken_onnxruntime_is_told(
+    tmp_path: Path, distributions: dict[str, str], package: str, found: str, remedy: str
+) -> None:
+    folder = installation(tmp_path / "packages", distributions, package)
+    done = told(folder, "doctor", "--json")
+    assert done.returncode == ProviderError.exit_code, done.stderr
+    checks = {check["name"]: check for check in json.loads(done.stdout)}
+    assert checks["onnxruntime"]["status"] == "fault"
+    assert found in checks["onnxruntime"]["found"]
+    assert remedy in checks["onnxruntime"]["remedy"]
+    assert checks["cpu"]["status"] == ("ok" if package == "whole" else "fault")
+    if package != "whole":
+        done = told(folder, "run", "bundle", "rows.txt")
+        assert (done.returncode, done.stdout) == (ProviderError.exit_code, "")
+        assert done.stderr.startswith("Error: onnxruntime: ")
+        assert found in done.stderr
+        assert remedy in done.stderr
+        assert done.stderr.count("\n") == 1
+
+
+def test_an_onnxruntime_of_another_name_is_none_of_our_business(tmp_path: Path) -> None:
+    done = told(installation(tmp_path / "packages", {}, "whole"), "doctor")
+    assert done.returncode == 0
+    assert f"onnxruntime, of another distribution {VERSION}" in done.stdout
 
 
 def test_openvino_has_no_line_where_it_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
-    version = doctor._version
     monkeypatch.setattr(
-        doctor, "_version", lambda name: None if name == "openvino" else version(name)
+        "transferry.runtime.doctor.installed_version",
+        lambda name: None if name == "openvino" else installed_version(name),
     )
     assert "openvino" not in [check.name for check in diagnose()]
 
