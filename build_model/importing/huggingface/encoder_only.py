@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from transferry.build_model.importing.huggingface.folder import Settings
@@ -56,9 +59,9 @@ def _bert_fields(config: Settings, *, head: bool) -> dict[str, Any]:
     )
 
 
-def _bert_shape(config: Settings, names: set[str]) -> ModelConfig:
-    """BERT (Devlin et al. 2019)."""
-    return ModelConfig(**_bert_fields(config, head=BERT_HEAD in names))
+def _bert_shape(config: Settings, names: set[str], **own: Any) -> ModelConfig:
+    """BERT (Devlin et al. 2019), with a type's own fields."""
+    return ModelConfig(**_bert_fields(config, head=BERT_HEAD in names) | own)
 
 
 BERT: Table = {
@@ -85,6 +88,41 @@ BERT: Table = {
 }
 
 
+def _ernie_shape(config: Settings, names: set[str]) -> ModelConfig:
+    """ERNIE (Sun et al. 2020): BERT, with a task of number 0 for every text."""
+    found = any(name.endswith(TASKS) for name in names)
+    if config.flag("use_task_id", False) is not found:
+        config.refuse("use_task_id", not found, f"{json.dumps(found)}, as the tensors are")
+    config.get("task_type_vocab_size")  # the tensors decide
+    return _bert_shape(config, names)
+
+
+TASKS = "embeddings.task_type_embeddings.weight"
+ERNIE: Table = {
+    **BERT,
+    TASKS: replace(first_row_into("task types", "positions"), optional=True),
+}
+
+
+def _pre_norm(table: Table, before: str, between: str, after: str) -> Table:
+    """Names of a type with norms before the sublayers, and after the last layer."""
+    kept = {
+        name: place
+        for name, place in table.items()
+        if not name.startswith("encoder.layer") or "LayerNorm" not in name
+    }
+    return {
+        **kept,
+        f"encoder.layer.#.{before}.*": "encoder.#.self_residual.norm.*",
+        f"encoder.layer.#.{between}.*": "encoder.#.feed_forward_residual.norm.*",
+        f"{after}.*": "encoder_norm.*",
+    }
+
+
+# Norms before the sublayers; the embedding has no norm.
+PRE_NORM: dict[str, Any] = {"norm_order": "pre", "embedding_norm": False}
+MEGATRON = _pre_norm(BERT, "attention.ln", "ln", "encoder.ln")
+
 # --- RoBERTa, XLM-R, DistilBERT, ELECTRA and MPNet -----------------------------------------------
 
 
@@ -97,9 +135,9 @@ def _roberta_fields(config: Settings, names: set[str]) -> dict[str, Any]:
     return fields | own
 
 
-def _roberta_shape(config: Settings, names: set[str]) -> ModelConfig:
-    """RoBERTa (Liu et al. 2019) and XLM-R (Conneau et al. 2020)."""
-    return ModelConfig(**_roberta_fields(config, names))
+def _roberta_shape(config: Settings, names: set[str], **own: Any) -> ModelConfig:
+    """RoBERTa (Liu et al. 2019), XLM-R (Conneau et al. 2020) and those with fields of their own."""
+    return ModelConfig(**_roberta_fields(config, names) | own)
 
 
 ROBERTA: Table = {
@@ -114,6 +152,11 @@ ROBERTA: Table = {
     "lm_head.decoder.bias": "output_bias",
     "lm_head.bias": "output_bias",
 }
+
+ROBERTA_PRE_NORM = _pre_norm(ROBERTA, "attention.LayerNorm", "intermediate.LayerNorm", "LayerNorm")
+XLM_ROBERTA_XL = _pre_norm(
+    ROBERTA, "attention.self_attn_layer_norm", "LayerNorm", "encoder.LayerNorm"
+)
 
 
 def _mpnet_shape(config: Settings, names: set[str]) -> ModelConfig:
@@ -279,10 +322,37 @@ FAMILIES = {
         classifier=classifier("pooler.dense"),
         segments=TYPES,
     ),
-    "roberta": Family("RoBERTa", _roberta_shape, ROBERTA, ("roberta.",), classifier=PROJECTED),
-    "xlm-roberta": Family(
-        "XLM-RoBERTa", _roberta_shape, ROBERTA, ("roberta.",), classifier=PROJECTED
+    "ernie": Family(
+        "ERNIE",
+        *(_ernie_shape, ERNIE, ("ernie.",)),
+        classifier=classifier("pooler.dense"),
+        segments=TYPES,
     ),
+    "megatron-bert": Family(
+        "Megatron-BERT",
+        *(partial(_bert_shape, **PRE_NORM), MEGATRON, ("bert.",)),
+        classifier=classifier("pooler.dense"),
+        segments=TYPES,
+    ),
+    **{
+        kind: Family(models, shape, table, (prefix,), classifier=PROJECTED)
+        for kind, models, shape, table, prefix in (
+            ("roberta", "RoBERTa", _roberta_shape, ROBERTA, "roberta."),
+            ("xlm-roberta", "XLM-RoBERTa", _roberta_shape, ROBERTA, "roberta."),
+            ("camembert", "CamemBERT", _roberta_shape, ROBERTA, "roberta."),
+            ("data2vec-text", "data2vec", _roberta_shape, ROBERTA, "data2vec_text."),
+            (
+                *("roberta-prelayernorm", "RoBERTa-PreLayerNorm"),
+                *(partial(_roberta_shape, norm_order="pre"), ROBERTA_PRE_NORM),
+                "roberta_prelayernorm.",
+            ),
+            (
+                *("xlm-roberta-xl", "XLM-RoBERTa-XL"),
+                *(partial(_roberta_shape, **PRE_NORM), XLM_ROBERTA_XL),
+                "roberta.",
+            ),
+        )
+    },
     "distilbert": Family(
         "DistilBERT",
         *(_distilbert_shape, DISTILBERT, ("distilbert.",)),

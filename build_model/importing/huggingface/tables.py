@@ -28,12 +28,14 @@ class Move:
         change: Converts their tensor to ours, which the shape of our model may determine.
         adds: Name for the report, if the result is added to another tensor.
         turned: Whether their matrix is [in, out].
+        optional: Whether a file may lack it.
     """
 
     ours: tuple[str, ...]
     change: Callable[[Tensor, ModelConfig], tuple[Tensor, ...]] = lambda tensor, config: (tensor,)
     adds: str = ""
     turned: bool = False
+    optional: bool = False
 
 
 @dataclass(frozen=True)

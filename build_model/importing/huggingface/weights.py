@@ -292,7 +292,10 @@ def _require_all(
     missing += [
         name
         for name, place in family.table.items()
-        if isinstance(place, Move) and place.adds and place.adds not in converted.left_out
+        if isinstance(place, Move)
+        and not place.optional
+        and place.adds
+        and place.adds not in converted.left_out
     ]
     if missing:
         more = f" and {len(missing) - 1} more are" if missing[1:] else " is"

@@ -25,6 +25,7 @@ from tests.build_model.importing.huggingface.drawn import (
     randomise,
     transformers,
 )
+from tests.build_model.importing.huggingface.encoder_types import WITH_SEGMENTS
 from tests.build_model.importing.huggingface.heads import Theirs
 from tests.build_model.importing.huggingface.small_models import (
     change,
@@ -44,11 +45,12 @@ from transferry.runtime.tokenizer.byte_pair import load_tokenizer
 RUN = tuple(TYPES) if os.environ.get("FUZZ") == "long" else ("roberta", "qwen2")
 LONGEST, NEW = 20, 6  # tokens of a text, and of an answer
 CLASSES = {
-    **dict.fromkeys(("bert", "electra", "distilbert"), "BERT"),
+    **dict.fromkeys((*WITH_SEGMENTS, "distilbert"), "BERT"),
     **dict.fromkeys(("t5", "mt5"), "T5"),
     "mpnet": "MPNet",
-    "roberta": "RoBERTa",
-    "xlm-roberta": "XLM-R",
+    **dict.fromkeys(("roberta", "data2vec-text", "roberta-prelayernorm"), "RoBERTa"),
+    **dict.fromkeys(("xlm-roberta", "xlm-roberta-xl"), "XLM-R"),
+    "camembert": "CamemBERT",
     "bart": "BART",
     "pegasus": "PEGASUS",
     "mbart": "mBART",

@@ -43,7 +43,7 @@ CLASSES = (
     *(AS_IT_IS, "GPT2Tokenizer", "GPTNeoXTokenizer", "Qwen2Tokenizer", "GemmaTokenizer"),
     *("LlamaTokenizer", "BertTokenizer", "DistilBertTokenizer", "MPNetTokenizer"),
     *("RobertaTokenizer", "XLMRobertaTokenizer", "T5Tokenizer", "PegasusTokenizer"),
-    *("MBartTokenizer", "MBart50Tokenizer", "NllbTokenizer"),
+    *("MBartTokenizer", "MBart50Tokenizer", "NllbTokenizer", "CamembertTokenizer"),
 )
 # Further names of these classes in folders.
 SYNONYMS = (

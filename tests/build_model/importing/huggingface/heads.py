@@ -19,6 +19,7 @@ from tests.build_model.importing.huggingface.drawn import (
     tokenizers,
     transformers,
 )
+from tests.build_model.importing.huggingface.encoder_types import WITH_SEGMENTS
 
 TEXTS = ["the cat sat", "Straße über Häuser, the mat", "a", "on the mat " * 6]
 EXPORTED = ("bert", "mpnet")  # through bundle and engine too; exporting takes seconds
@@ -29,7 +30,7 @@ def join_pairs(folder: Path, kind: str) -> None:
     path = str(folder / "tokenizer.json")
     made = tokenizers.Tokenizer.from_file(path)
     pair = "<s> $A </s> </s> $B </s>"
-    if kind in ("bert", "electra", "distilbert"):
+    if kind in (*WITH_SEGMENTS, "distilbert"):
         pair = "<s> $A </s> $B:1 </s>:1"
     if kind == "modernbert":
         pair = "<s> $A </s> $B </s>"
@@ -38,7 +39,7 @@ def join_pairs(folder: Path, kind: str) -> None:
     )
     made.save(path)
     config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    inputs = ["input_ids", "attention_mask", *["token_type_ids"] * (kind in ("bert", "electra"))]
+    inputs = ["input_ids", "attention_mask", *["token_type_ids"] * (kind in WITH_SEGMENTS)]
     write(folder / "tokenizer_config.json", {**config, "model_input_names": inputs})
 
 
@@ -54,7 +55,7 @@ class Theirs:
         ends = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
         positions = {"max_position_embeddings": LONGEST}
         chosen = drawn(Draw(f"{kind} {seed} {suffix}")) | positions | ends | settings
-        if kind in ("bert", "electra"):
+        if kind in WITH_SEGMENTS:
             chosen["type_vocab_size"] = 2
         config = model_class.config_class(vocab_size=len(self.tokenizer), **chosen)
         torch.manual_seed(seed)

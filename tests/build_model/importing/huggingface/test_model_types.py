@@ -27,6 +27,7 @@ from tests.build_model.importing.huggingface.drawn import (
     require_same_logits,
     transformers,
 )
+from tests.build_model.importing.huggingface.encoder_types import LIKE_ROBERTA
 from tests.build_model.importing.huggingface.small_models import require_their_tokens
 from transferry.build_model.importing.huggingface import encoder_decoder
 from transferry.build_model.importing.huggingface.folder import CONFIG
@@ -67,7 +68,7 @@ def test_logits_and_tokens_are_theirs(kind: str, seed: int, tmp_path: Path) -> N
 
 # Types whose tokenizer.json may be of any kind, as of the class TokenizersBackend.
 AS_THEY_STAND = (
-    *("roberta", "xlm-roberta", "mpnet", "modernbert"),
+    *(*LIKE_ROBERTA, "mpnet", "modernbert"),
     *(kind for kind in encoder_decoder.FAMILIES if kind != "marian"),
 )
 # Keys that other parts of a folder must follow, or that cannot be saved; tuples for outputs.

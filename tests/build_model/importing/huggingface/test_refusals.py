@@ -95,7 +95,7 @@ def test_rotary_settings_are_refused_by_name(
         ("marian", "generation_config.json", "bad_words_ids", [[100_000]]),
         ("marian", "generation_config.json", "bad_words_ids", "pad"),
         ("llama", "generation_config.json", "bos_token_id", [1, 5]),
-        ("gpt2", "tokenizer_config.json", "tokenizer_class", "CamembertTokenizer"),
+        ("gpt2", "tokenizer_config.json", "tokenizer_class", "LayoutLMv3Tokenizer"),
         ("gpt2", "tokenizer_config.json", "auto_map", ["a.B", None]),
         ("llama", "tokenizer_config.json", "fix_mistral_regex", True),
     ],

@@ -31,7 +31,7 @@ from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.tokenizer.special_tokens import AnyTokenizer
 
 Draw = random.Random
-ENCODERS = ("bert", "mpnet", "roberta", "xlm-roberta")
+ENCODERS = ("bert", "mpnet", "roberta", "xlm-roberta", "camembert")
 TEXTS = [
     "Straße über die Häuser",
     "日本語 😀",
@@ -51,6 +51,7 @@ KINDS = {
     "MPNet": ("mpnet", "MPNetTokenizer", ""),
     "RoBERTa": ("roberta", "RobertaTokenizer", ""),
     "XLM-R": ("xlm-roberta", "XLMRobertaTokenizer", FAIRSEQ_PIECES),
+    "CamemBERT": ("camembert", "CamembertTokenizer", FAIRSEQ_PIECES),
     "BART": ("bart", "BartTokenizer", ""),
     "T5": ("t5", "T5Tokenizer", "spiece.model"),
     "PEGASUS": ("pegasus", "PegasusTokenizer", "spiece.model"),
