@@ -15,7 +15,7 @@ from typing import Any
 
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.io.documents import read_document
-from transferry.runtime.io.folders import found_at
+from transferry.runtime.io.folders import found_at, is_bundle, is_checkpoint
 from transferry.runtime.io.outputs import foreign_member, require_own
 from transferry.runtime.settings import foreign_settings, read_settings, write_settings
 from transferry.runtime.stopping import at_stop, held
@@ -105,6 +105,22 @@ def read_config(folder: Path) -> dict[str, Any]:
             "version of transferry that wrote it"
         )
     return record
+
+
+def is_pretrained(folder: Path) -> bool:
+    """Whether a folder is one for `import`, sound or not, rather than a checkpoint.
+
+    Raises:
+        InputError: It is a bundle, no folder, or a damaged checkpoint.
+    """
+    config = folder / CONFIG
+    record = read_document(config, dict[str, Any], REMEDY) if config.is_file() else {}
+    if "model_type" in record:
+        return True
+    if "format" in record or is_bundle(folder) or is_checkpoint(folder) or not folder.is_dir():
+        read_config(folder)
+        return False
+    return True
 
 
 def resumable(out: Path) -> bool:

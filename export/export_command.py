@@ -16,6 +16,7 @@ from transferry.runtime.errors import UsageError
     epilog="""\b
 Examples:
   transferry export runs/ende --out bundles/ende
+  transferry export opus-mt-en-de --out bundles/opus
   transferry export runs/ende --out bundles/ende --variant cpu-fp32 \\
     --variant cpu-int8 --calibrate sample.en
 """
@@ -23,7 +24,12 @@ Examples:
 @configurable
 @click.argument("checkpoint", metavar="CHECKPOINT", type=FILE)
 @option("--out", type=OUTPUT, required=True, help="Bundle folder.")
-@option("--force", is_flag=True, help="Replace the bundle in --out.")
+@option(
+    "--keep",
+    type=OUTPUT,
+    help="Checkpoint folder for a CHECKPOINT that is imported. Default: a temporary one.",
+)
+@option("--force", is_flag=True, help="Replace the bundle in --out, the checkpoint in --keep.")
 @option(
     "--text",
     type=FILE,
@@ -57,6 +63,7 @@ Examples:
 def export(
     checkpoint: Path,
     out: Path,
+    keep: Path | None,
     force: bool,
     text: Path | None,
     variants: tuple[str, ...],
@@ -67,10 +74,11 @@ def export(
 ) -> None:
     """Export CHECKPOINT as a verified bundle.
 
-    A bundle holds graphs, weights, tokenizer and reference answers. If an answer differs from
-    torch's, the command writes nothing and exits with 4.
+    CHECKPOINT is a folder of `train` or `import`, or any folder that `import` reads. A bundle
+    holds graphs, weights, tokenizer and reference answers. If an answer differs from torch's, the
+    command writes nothing and exits with 4.
     """
-    from transferry.build_model.checkpoint_folder import read_config
+    from transferry.build_model.checkpoint_folder import is_pretrained
     from transferry.export.bundle_folder import require_replaceable
     from transferry.export.recipes import recipe_of
     from transferry.runtime.io.lines import some_lines
@@ -80,19 +88,23 @@ def export(
     for name in variants:
         recipe_of(name, calibrated=calibrate is not None)
     require_replaceable(out, force=force)
-    read_config(checkpoint)
+    imports = is_pretrained(checkpoint)
     texts = some_lines(text) if text else None
     typical = some_lines(calibrate) if calibrate else []
-    from transferry.build_model.checkpoint import load_checkpoint, load_samples
+    from transferry.build_model.checkpoint import load_samples
     from transferry.export.bundle import Contents, export_bundle
+    from transferry.export.subject.reference import load_reference
     from transferry.export.trace.graph import Traces
 
+    if texts is None:
+        texts = [] if imports else load_samples(checkpoint)
     with progress(quiet) as show_phase:
+        importing = {"force": force, "say": teller(quiet), "show": show_phase}
         bundle = export_bundle(
-            load_checkpoint(checkpoint),
+            load_reference(checkpoint, keep, beside=out, importing=importing),
             out,
             Contents(
-                texts=load_samples(checkpoint) if texts is None else texts,
+                texts=texts,
                 variants=variants,
                 calibrate=typical,
                 one_graph=one_graph_beam if one_graph else 0,

@@ -109,7 +109,11 @@ Examples:
 )
 @configurable
 @click.argument("bundle_folder", metavar="BUNDLE", type=FILE)
-@_compared("--checkpoint", type=FILE, help="Checkpoint of BUNDLE, to compare with its torch model.")
+@_compared(
+    "--checkpoint",
+    type=FILE,
+    help="Checkpoint or imported folder of BUNDLE, to compare with its torch model.",
+)
 @_compared(
     "--text",
     type=FILE,
@@ -152,7 +156,7 @@ def verify(bundle_folder: Path, **options: Any) -> None:
     require_option(options, "checkpoint", for_options=of_torch, reason=reason)
     require_option(options, "text", for_options=["target"], reason="it translates the text")
     require_option(options, "certify", for_options=["sign"], reason="it signs the certificate")
-    from transferry.build_model.checkpoint_folder import read_config
+    from transferry.build_model.checkpoint_folder import is_pretrained
     from transferry.export.report.write import write_report
     from transferry.runtime.bundle.bundle import Bundle
     from transferry.runtime.engine.choose import fastest
@@ -164,8 +168,7 @@ def verify(bundle_folder: Path, **options: Any) -> None:
     from transferry.runtime.proof.certificates.signature import load_private_key
     from transferry.runtime.proof.certificates.strength import STRENGTHS
 
-    if checkpoint:
-        read_config(checkpoint)
+    imports = checkpoint is not None and is_pretrained(checkpoint)
     texts, targets = (some_lines(path) if path else None for path in (text, target))
     if date:
         check_date(date)
@@ -186,13 +189,15 @@ def verify(bundle_folder: Path, **options: Any) -> None:
     else:
         with progress(options["quiet"]) as show_phase:
             show_phase("loading torch and the checkpoint", 0, 1)
-            from transferry.build_model.checkpoint import load_checkpoint, load_samples
+            from transferry.build_model.checkpoint import load_samples
             from transferry.export.oracle.cases import fitting
+            from transferry.export.subject.reference import load_reference
             from transferry.export.trace.graph import Traces
             from transferry.export.verify import Request, verify_against
 
-            trained = load_checkpoint(checkpoint)
-            kept = fitting(load_samples(checkpoint), trained.tokenizer, trained.model.config)
+            trained = load_reference(checkpoint)
+            samples = [] if imports else load_samples(checkpoint)
+            kept = fitting(samples, trained.tokenizer, trained.model.config)
             report = verify_against(
                 trained,
                 bundle,

@@ -54,8 +54,9 @@ def require_exported_from(checkpoint: Checkpoint, bundle: Bundle) -> None:
     """Requires that a bundle has the shape and the tokenizer of a checkpoint.
 
     Raises:
-        InputError: It has others.
+        InputError: It has others, or links in place of files.
     """
+    bundle.files.require_plain()  # onnx follows no links
     config = checkpoint.model.config
     if ModelConfig.from_dict(dict(bundle.manifest.model)) != config:
         raise InputError(

@@ -4,36 +4,48 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint
-from transferry.build_model.checkpoint_folder import CONFIG, REMEDY
+from transferry.build_model.checkpoint_folder import is_pretrained
 from transferry.build_model.importing.huggingface.importer import import_pretrained
-from transferry.runtime.errors import InputError, UsageError
-from transferry.runtime.io.documents import read_document
-from transferry.runtime.io.folders import temporary_folder
+from transferry.runtime.errors import UsageError
+from transferry.runtime.io.folders import staged_folder, temporary_folder
 
 
-def load_reference(folder: Path) -> Checkpoint:
-    """Reads a checkpoint, or imports a folder into a temporary one.
+def load_reference(
+    folder: Path,
+    kept: Path | None = None,
+    *,
+    beside: Path | None = None,
+    importing: Mapping[str, Any] = MappingProxyType({}),
+) -> Checkpoint:
+    """Reads a checkpoint, or imports a folder into one.
+
+    Args:
+        folder: The folder.
+        kept: Checkpoint to import into. Default: a temporary one.
+        beside: Path beside which the temporary checkpoint is made. Default: TMPDIR.
+        importing: Options of `import_pretrained`.
 
     Raises:
         InputError: It is neither, or cannot be imported.
-        UsageError: The tokenizer's library is not installed.
+        UsageError: The tokenizer's library is not installed, or there is nothing to import.
     """
-    config = folder / CONFIG
-    if config.is_file() and "format" in read_document(config, dict[str, Any], REMEDY):
+    if not is_pretrained(folder):
+        if kept is not None:
+            raise UsageError(f"{folder} is a checkpoint, so none is kept; leave --keep out")
         return load_checkpoint(folder)
-    if not folder.is_dir():
-        raise InputError(
-            f"{folder}: expected a folder that `transferry import` reads, a checkpoint, "
-            "or module:function, found nothing of these"
-        )
-    with temporary_folder() as made:
-        import_pretrained(folder, made / "checkpoint")
-        return load_checkpoint(made / "checkpoint")
+    with ExitStack() as stack:
+        if kept is None:
+            made = staged_folder(beside) if beside else temporary_folder()
+            kept = stack.enter_context(made) / "checkpoint"
+        import_pretrained(folder, kept, **importing)
+        return load_checkpoint(kept)
 
 
 def named_function(reference: str) -> Callable[[], Any] | None:

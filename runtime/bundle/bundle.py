@@ -24,8 +24,8 @@ from transferry.runtime.bundle.specs import GraphSpec, Variant
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.io.documents import MOST_JSON
 from transferry.runtime.io.folders import found_at
-from transferry.runtime.io.sealed_folder import SealedFolder, open_inside
-from transferry.runtime.io.whole import read_at_most
+from transferry.runtime.io.sealed_folder import SealedFolder
+from transferry.runtime.io.whole import read_bytes
 from transferry.runtime.tokenizer.byte_pair import AnyTokenizer, load_tokenizer
 
 
@@ -104,5 +104,4 @@ def _manifest_of(folder: Path) -> bytes:
             f"{folder}: expected a bundle, with the {MANIFEST} that `transferry export` wrote, "
             f"{found_at(folder)}"
         )
-    with open_inside(folder, MANIFEST) as file:
-        return read_at_most(file, MOST_JSON, folder / MANIFEST)
+    return read_bytes(folder / MANIFEST, MOST_JSON)

@@ -13,6 +13,13 @@ from transferry.runtime.errors import InputError
 from transferry.runtime.io.atomic import temporary_name, unwritable
 from transferry.runtime.stopping import at_stop
 
+# Files by which the folders that `import` reads are known.
+_IMPORTED = {
+    "modules.json": "sentence-transformers",
+    "config.json": "Hugging Face",
+    "*.npz": "Marian",
+}
+
 
 def is_bundle(folder: Path) -> bool:
     """Whether a folder has the manifest of a bundle, valid or not."""
@@ -36,11 +43,9 @@ def found_at(folder: Path) -> str:
         return "found a bundle"
     if is_checkpoint(folder):
         return f"found a checkpoint; export it: transferry export {place} --out BUNDLE"
-    if (folder / "config.json").is_file():
-        return (
-            "found a folder of Hugging Face; import it first: transferry import "
-            f"{place} --out CHECKPOINT"
-        )
+    for mark, kind in _IMPORTED.items():
+        if any(folder.glob(mark)):
+            return f"found a folder of {kind}; export it: transferry export {place} --out BUNDLE"
     return "found another folder"
 
 

@@ -1,13 +1,13 @@
 """A folder whose files match recorded hashes, and stay so while they are used.
 
-A file is opened relative to its folder, without following a link, and only if it is a regular file.
-A file that is read whole is hashed in memory. A file that onnxruntime maps from the disk must keep
-the size and the times that it had when it was hashed; docs/security.md names the remaining gaps.
+A link is followed once, when its file is first opened: the same target is hashed, watched and used,
+wherever the link leads later. Only regular files are opened. A file that is read whole is hashed in
+memory. A file that onnxruntime maps from the disk must keep the size and the times that it had when
+it was hashed; docs/security.md names the remaining gaps.
 """
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 from collections.abc import Iterator, Mapping
@@ -57,6 +57,7 @@ class SealedFolder:
         self.records = records
         self._stamps: dict[str, Stamp] = {}
         self._watched: dict[str, Path] = {}
+        self._targets: dict[str, Path] = {}
 
     def check(self) -> None:
         """Checks every file against its record.
@@ -89,14 +90,30 @@ class SealedFolder:
     def watch(self, name: str) -> Path:
         """Returns the path of a file for a program that maps it; `require_unchanged` checks it.
 
+        The path has no links.
+
         Raises:
             InputError: The file is not recorded, or differs from its record.
         """
         if name not in self._stamps:
             self._stamps[name] = self._stamp(name)
-        path = self._watched[name] = self.path / name
+        path = self._watched[name] = self._target(name)
         self._require_unchanged(name, path)
         return path
+
+    def require_plain(self) -> None:
+        """Refuses links, for programs that read the files by name; see `watch` for others.
+
+        Raises:
+            InputError: A file is a link, or lies beyond one.
+        """
+        whole = Path(os.path.realpath(self.path))
+        for name in self.records:
+            if self._target(name) != whole / name:
+                raise InputError(
+                    f"{self.path / name} is a link, which only `run`, `score` and `verify` without "
+                    f"--checkpoint follow; copy the folder and its targets: cp -rL {self.path} COPY"
+                )
 
     def require_unchanged(self) -> None:
         """Checks that no watched file was written to since it was hashed.
@@ -155,44 +172,23 @@ class SealedFolder:
             f"{REMEDY}, and repeat the command: a job continues where it was"
         )
 
+    def _target(self, name: str) -> Path:
+        """Returns the path of a file without links; a link that changes later has no effect."""
+        return self._targets.setdefault(name, Path(os.path.realpath(self.path / name)))
+
     @contextmanager
     def _open(self, name: str) -> Iterator[BufferedReader]:
-        path = self.path / name
-        if not os.path.lexists(path):
+        path, target = self.path / name, self._target(name)
+        if not os.path.lexists(target):
+            if os.path.lexists(path):
+                raise InputError(
+                    f"{path} is a link to {target}, which is missing; copy the bundle again, with "
+                    "the targets of its links (cp -rL)"
+                )
             raise InputError(f"{path} is missing; {REMEDY}")
-        with open_inside(self.path, name) as file:
+        with open_regular(path, lambda _, flags: os.open(target, flags)) as file:
             yield file
-
-
-@contextmanager
-def open_inside(folder: Path, name: str) -> Iterator[BufferedReader]:
-    """Opens a regular file inside a folder, without following a link below the folder itself.
-
-    Raises:
-        InputError: The file is missing, or a link is on the way to it.
-    """
-    with open_regular(folder / name, lambda _, flags: _open_inside(folder, name, flags)) as file:
-        yield file
 
 
 def _stamp_of(found: os.stat_result) -> Stamp:
     return found.st_size, found.st_mtime_ns, found.st_ctime_ns
-
-
-def _open_inside(folder: Path, name: str, flags: int) -> int:
-    """Opens a file inside a folder, component by component, refusing links."""
-    *folders, last = name.split("/")
-    if os.open not in os.supports_dir_fd:  # Windows
-        places = [folder.joinpath(*folders[: n + 1]) for n in range(len(folders))]
-        if any(place.is_symlink() for place in (*places, folder / name)):
-            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
-        return os.open(folder / name, flags)
-    where = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        for each in folders:
-            inner = os.open(each, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=where)
-            os.close(where)
-            where = inner
-        return os.open(last, flags | os.O_NOFOLLOW, dir_fd=where)
-    finally:
-        os.close(where)

@@ -8,7 +8,7 @@ numbers of onnx.proto.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import TypeAlias
 
 from transferry.runtime.bundle.bundle import Bundle
@@ -53,8 +53,10 @@ def external_files(model: bytes) -> list[str]:
     return list(names)
 
 
-def watched_graph(bundle: Bundle, graph: GraphSpec) -> bytes:
-    """Returns the bytes of a graph, and has the bundle watch the files that the graph reads.
+def watched_graph(bundle: Bundle, graph: GraphSpec) -> tuple[bytes, dict[str, Path]]:
+    """Returns the bytes of a graph, and the files that it reads, which the bundle watches.
+
+    The files are named as in the graph; their paths have no links.
 
     Raises:
         InputError: The file is no graph, or reads a file that the manifest does not list.
@@ -65,9 +67,8 @@ def watched_graph(bundle: Bundle, graph: GraphSpec) -> bytes:
     except ValueError as error:
         path = bundle.graph(graph)
         raise InputError(f"{path} is no ONNX graph: {error}; {REMEDY}") from error
-    for name in names:
-        bundle.files.watch(PurePosixPath(graph.file).with_name(name).as_posix())
-    return content
+    places = {name: PurePosixPath(graph.file).with_name(name).as_posix() for name in names}
+    return content, {name: bundle.files.watch(place) for name, place in places.items()}
 
 
 def _fields(content: memoryview) -> Iterator[tuple[int, memoryview]]:

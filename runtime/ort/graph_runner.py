@@ -98,8 +98,8 @@ class GraphRunner:
                 the manifest does not list.
         """
         self.graph = graph
-        path, content = bundle.graph(graph), watched_graph(bundle, graph)
-        self.session = open_session(path, options, content)
+        path = bundle.graph(graph)
+        self.session = open_session(path, options, *watched_graph(bundle, graph))
         bundle.files.require_unchanged()
         self._require_described(path)
         specs = (*graph.inputs, *graph.outputs)

@@ -7,13 +7,16 @@ missing part and its remedy.
 
 import functools
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Literal, get_args
 
 import msgspec
+import numpy as np
 import onnxruntime
+from numpy.typing import NDArray
 from onnxruntime.capi import onnxruntime_pybind11_state as native
 
 from transferry.runtime.errors import AllocationError, InputError, ProviderError, UsageError
@@ -118,7 +121,10 @@ class SessionOptions:
 
 
 def open_session(
-    model: Path, options: SessionOptions, graph: bytes | None = None
+    model: Path,
+    options: SessionOptions,
+    graph: bytes | None = None,
+    files: Mapping[str, Path] = MappingProxyType({}),
 ) -> onnxruntime.InferenceSession:
     """Opens a graph on the requested provider, and on no other.
 
@@ -126,6 +132,8 @@ def open_session(
         model: The graph's file; external weights lie beside it.
         options: How to run it.
         graph: Graph to open instead of the file's content, with the same external weights.
+        files: Files of `graph`'s external weights, by the names in it, as paths without links.
+            Default: those beside `model`.
 
     Returns:
         A session whose `get_providers()[0]` is the requested provider.
@@ -144,7 +152,7 @@ def open_session(
             f"provider cuda was requested, but {obstacle.missing}. To fix it: {obstacle.remedy}"
         )
     try:
-        session = _create(model, options, graph)
+        session = _create(model, options, graph, files)
     except native.NotImplemented as error:
         raise ProviderError(
             f"provider {options.provider} cannot run {model}: {_reason(error)}. "
@@ -158,7 +166,7 @@ def open_session(
             ) from error
         if options.provider == "cpu":
             raise _unreadable(model, error) from error
-        if (fault := _fault_of_file(model, graph)) is not None:
+        if (fault := _fault_of_file(model, graph, files)) is not None:
             raise _unreadable(model, fault) from fault
         raise ProviderError(
             f"provider {options.provider} was requested, but onnxruntime cannot start it: "
@@ -213,7 +221,7 @@ def assigned_nodes(session: onnxruntime.InferenceSession) -> dict[str, int]:
 
 
 def _create(
-    model: Path, options: SessionOptions, graph: bytes | None
+    model: Path, options: SessionOptions, graph: bytes | None, files: Mapping[str, Path]
 ) -> onnxruntime.InferenceSession:
     settings = onnxruntime.SessionOptions()
     settings.intra_op_num_threads = options.threads
@@ -233,15 +241,32 @@ def _create(
     if options.profile is not None:
         settings.enable_profiling = True
         settings.profile_file_prefix = str(options.profile / model.stem)
-    if graph is not None:
-        settings.add_session_config_entry(
-            "session.model_external_initializers_file_folder_path", str(model.parent)
-        )
-
+    mapped = [] if graph is None else _named_files(settings, model, files)
     provider = (_PROVIDER_NAMES[options.provider], provider_settings(options))
-    return onnxruntime.InferenceSession(
+    session = onnxruntime.InferenceSession(
         str(model) if graph is None else graph, settings, providers=[provider], enable_fallback=0
     )
+    del mapped  # onnxruntime read them until here
+    return session
+
+
+def _named_files(
+    settings: onnxruntime.SessionOptions, model: Path, files: Mapping[str, Path]
+) -> Sequence[NDArray[np.uint8]]:
+    """Names the files of a graph's external weights: their folder, or their contents.
+
+    onnxruntime maps files of one folder. It refuses a link out of it, so that the target is mapped
+    here; the returned arrays must live until the session is created.
+    """
+    folder = next((path.parent for path in files.values()), model.parent)
+    if all(path == folder / name for name, path in files.items()):
+        entry = "session.model_external_initializers_file_folder_path"
+        settings.add_session_config_entry(entry, str(folder))
+        return []
+    mapped = [np.memmap(path, np.uint8, "r") for path in files.values()]
+    sizes = [len(each) for each in mapped]
+    settings.add_external_initializers_from_files_in_memory(list(files), mapped, sizes)
+    return mapped
 
 
 @functools.cache
@@ -270,10 +295,10 @@ def require_provider(session: onnxruntime.InferenceSession, provider: Provider) 
         )
 
 
-def _fault_of_file(model: Path, graph: bytes | None) -> Exception | None:
+def _fault_of_file(model: Path, graph: bytes | None, files: Mapping[str, Path]) -> Exception | None:
     """Error of the CPU provider, which runs everywhere, if the graph is at fault."""
     try:
-        _create(model, SessionOptions(optimisation="disable"), graph)
+        _create(model, SessionOptions(optimisation="disable"), graph, files)
     except native.NotImplemented:
         return None  # a sound graph of a type for which the CPU has no kernel
     except ONNXRUNTIME_ERRORS as error:

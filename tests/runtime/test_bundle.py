@@ -1,6 +1,7 @@
 """A bundle is opened whole and unchanged, or refused by the name of the file at fault."""
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import pytest
 
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.manifest import FORMAT, MANIFEST, Manifest
+from transferry.runtime.engine.engine import Engine
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.io.sealed_folder import FileRecord
 from transferry.runtime.io.whole import sha256
@@ -127,7 +129,7 @@ def test_folder_without_a_manifest_is_no_bundle(tmp_path: Path) -> None:
         for file in files:
             (tmp_path / name / file).touch()
     kinds["run"] = r"a checkpoint; export it: transferry export \S+run --out"
-    kinds["theirs"] = r"a folder of Hugging Face; .*: transferry import \S+theirs --out"
+    kinds["theirs"] = r"a folder of Hugging Face; .*: transferry export \S+theirs --out"
     for name, found in kinds.items():
         with pytest.raises(InputError, match=rf"{name}: expected a bundle, .*, found {found}"):
             Bundle.load(tmp_path / name)
@@ -231,22 +233,60 @@ def test_only_plain_paths_are_names_of_files(folder: Path) -> None:
     Bundle.load(folder)
 
 
-def test_no_link_is_followed(folder: Path, tmp_path: Path) -> None:
-    inner = folder / "portable"
-    inner.rename(tmp_path / "elsewhere")
-    inner.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(InputError, match=r"portable/.* cannot be read: Not a directory"):
+def cached(folder: Path) -> None:
+    """The cache of Hugging Face: a snapshot of links to files under other names."""
+    blobs = folder.with_name("blobs")
+    blobs.mkdir()
+    for number, path in enumerate(sorted(path for path in folder.rglob("*") if path.is_file())):
+        path.rename(blobs / str(number))
+        path.symlink_to(os.path.relpath(blobs / str(number), path.parent))
+
+
+def mounted(folder: Path) -> None:
+    """A ConfigMap of Kubernetes: links through a link to the folder of a version."""
+    names = [path.name for path in folder.iterdir()]
+    version = folder / "..2026_11_26"
+    version.mkdir()
+    (folder / "..data").symlink_to(version.name)
+    for name in names:
+        (folder / name).rename(version / name)
+        (folder / name).symlink_to(f"..data/{name}")
+
+
+def with_linked_weights(folder: Path) -> None:
+    (folder / "portable" / "weights.bin").rename(folder.with_name("weights"))
+    (folder / "portable" / "weights.bin").symlink_to(folder.with_name("weights"))
+
+
+def behind_a_door(folder: Path) -> None:
+    folder.rename(folder.with_name("house"))
+    folder.symlink_to("house")
+
+
+@pytest.mark.parametrize("link", [cached, mounted, with_linked_weights, behind_a_door])
+def test_links_are_read_through(folder: Path, link: Callable[[Path], None]) -> None:
+    before = [result.text for result in Engine.load(folder).generate(["six hundred"])]
+    link(folder)
+    engine = Engine.load(folder)
+    assert [result.text for result in engine.generate(["six hundred"])] == before
+    if link is not behind_a_door:
+        with pytest.raises(InputError, match=r"is a link, which .*: cp -rL .* COPY"):
+            engine.bundle.files.require_plain()
+    weights = Path(os.path.realpath(folder / "portable" / "weights.bin"))
+    weights.write_bytes(bytes(len(weights.read_bytes())))
+    with pytest.raises(InputError, match="was changed while it was in use"):
+        list(engine.generate(["six hundred"]))
+    with pytest.raises(InputError, match=r"weights\.bin has changed: its sha256"):
         Bundle.load(folder)
-    inner.unlink()
-    (tmp_path / "elsewhere").rename(inner)
-    (inner / "weights.bin").rename(tmp_path / "weights.bin")
-    (inner / "weights.bin").symlink_to(tmp_path / "weights.bin")
-    with pytest.raises(InputError, match=r"weights\.bin: cannot be read: Too many levels"):
+
+
+def test_a_link_without_its_target_is_told(folder: Path, tmp_path: Path) -> None:
+    cached(folder)
+    (folder / "manifest.json").unlink()
+    shutil.copy(folder.with_name("blobs") / "0", folder / "manifest.json")
+    (folder.with_name("blobs")).rename(tmp_path / "gone")
+    with pytest.raises(InputError, match=r"is a link to .*, which is missing; copy .*cp -rL"):
         Bundle.load(folder)
-    (inner / "weights.bin").unlink()
-    (tmp_path / "weights.bin").rename(inner / "weights.bin")
-    (tmp_path / "door").symlink_to(folder)  # the folder itself may be one
-    Bundle.load(tmp_path / "door")
 
 
 @pytest.mark.parametrize("name", ["../../x", "..", "a/b", ".x", "x\n", ""])

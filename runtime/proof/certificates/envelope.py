@@ -28,8 +28,7 @@ from msgspec import Meta, Struct, field
 
 from transferry.runtime.errors import InputError
 from transferry.runtime.io.documents import MOST_JSON, decode
-from transferry.runtime.io.sealed_folder import open_inside
-from transferry.runtime.io.whole import read_at_most
+from transferry.runtime.io.whole import read_bytes
 from transferry.runtime.proof.certificates.signature import PrivateKey, PublicKey
 
 FOLDER = "certificates"
@@ -141,8 +140,7 @@ def read_envelope(bundle: Path, name: str) -> Envelope:
         InputError: It cannot be read.
     """
     path = bundle / FOLDER / name
-    with open_inside(bundle, f"{FOLDER}/{name}") as file:
-        content = read_at_most(file, MOST_JSON, path)
+    content = read_bytes(path, MOST_JSON)
     try:
         return Envelope.parse(content)
     except MALFORMED as error:
