@@ -24,3 +24,8 @@ else:
         if name not in ("__all__", *runtime.__all__):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return getattr(runtime, name)
+
+    def __dir__() -> list[str]:
+        from transferry.runtime import __all__
+
+        return [*__all__, "__version__"]

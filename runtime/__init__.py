@@ -42,6 +42,9 @@ else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
 
+    def __dir__() -> list[str]:
+        return __all__
+
 
 __all__ = ["BadRowsError", "BatchOptions", "Bundle", "ClassifiedResult", "EmbeddingResult"]
 __all__ += ["Engine", "FilledMaskResult", "GenerationOptions", "GenerationResult", "InLanguages"]

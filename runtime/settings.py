@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import json
 import re
 import textwrap
 import tomllib
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast, get_args, get_origin, get_type_hints
 
@@ -116,6 +117,20 @@ def field_types(config: type[Any]) -> dict[str, Any]:
 @functools.cache
 def _field_types(config: Any) -> dict[str, Any]:
     return get_type_hints(config, include_extras=True)
+
+
+def hint(unknown: Sequence[str], known: Iterable[str], same: Mapping[str, str]) -> str:
+    """Returns what to write instead of unknown names, for an error.
+
+    Args:
+        unknown: The names.
+        known: The names that there are.
+        same: Known names by the names of other tools.
+    """
+    known = list(known)
+    near = {name: difflib.get_close_matches(name, known, 1) for name in unknown}
+    meant = [same.get(name) or next(iter(near[name]), "") for name in unknown]
+    return f"write {', '.join(meant)}" if all(meant) else f"it knows {', '.join(known)}"
 
 
 def _expected(value: object, kind: Any) -> str:

@@ -7,7 +7,15 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from transferry.runtime.errors import Option, UsageError, require
-from transferry.runtime.settings import MOST, Whole, check_fields, check_value, field_types, shown
+from transferry.runtime.settings import (
+    MOST,
+    Whole,
+    check_fields,
+    check_value,
+    field_types,
+    hint,
+    shown,
+)
 
 # More beams than any search needs, and few enough for the memory of a state.
 _Few = Annotated[int, msgspec.Meta(le=10_000)]
@@ -251,13 +259,36 @@ def suppressing(
     }
 
 
+# Names in transformers, CTranslate2 and vLLM.
+SAME = {
+    **dict.fromkeys(("num_beams", "beam_size"), "beam"),
+    **dict.fromkeys(("max_new_tokens", "max_tokens", "max_decoding_length"), "max_length"),
+    **dict.fromkeys(("num_return_sequences", "num_hypotheses"), "n_best"),
+    "do_sample": "sample",
+    "random_seed": "seed",
+    "renormalize_logits": "renormalise",
+    "sampling_topk": "top_k",
+    "sampling_topp": "top_p",
+    "sampling_temperature": "temperature",
+    "min_new_tokens": "min_length",
+    "min_decoding_length": "min_length",
+    "no_repeat_ngram_size": "no_repeat_ngram",
+    "stop_strings": "stop",
+    "suppress_tokens": "suppress",
+    "begin_suppress_tokens": "suppress_begin",
+    "bad_words_ids": "suppress_sequences",
+    "forced_bos_token_id": "forced_begin",
+    "forced_eos_token_id": "forced_end",
+}
+
+
 def check_generation(values: Mapping[str, Any]) -> None:
     """Raises UsageError for a field that is unknown or has another type."""
     if not isinstance(values, Mapping):
         raise UsageError(f"generation must be a table, found {shown(values)}")
     known = field_types(GenerationOptions)
     if unknown := sorted(str(name) for name in values.keys() - known.keys()):
-        raise UsageError(f"generation has no {', '.join(unknown)}; it knows {', '.join(known)}")
+        raise UsageError(f"generation has no {', '.join(unknown)}; {hint(unknown, known, SAME)}")
     for name, value in values.items():
         check_value(name, value, known[name])
 

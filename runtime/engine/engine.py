@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
+from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.engine.open_bundle import OpenBundle
 from transferry.runtime.engine.tasks.classify import classify
 from transferry.runtime.engine.tasks.embed import embed
@@ -20,7 +23,7 @@ from transferry.runtime.proof.report import ParityReport
 class Engine(OpenBundle):
     """Runs a bundle over any amount of text, in bounded memory.
 
-        with Engine.load("bundles/ende") as engine:
+        with Engine("bundles/ende") as engine:
             for result in engine.generate(lines, beam=4):
                 print(result.text)
 
@@ -28,6 +31,15 @@ class Engine(OpenBundle):
     It takes any iterable and returns an iterator of results in the same order, for `for` and for
     `async for`.
     """
+
+    def __init__(self, bundle: Bundle | Path | str, *opened: Any, **settings: Any) -> None:
+        """Opens a folder with the arguments of `load`, or combines a bundle with opened models."""
+        if not isinstance(bundle, Bundle):
+            found = type(self).load(bundle, *opened, **settings)
+            bundle, opened = found.bundle, tuple(found.models)
+            settings = {name: getattr(found, name) for name in ("replicas", "batches")}
+            settings |= {"certificate": found.certificate, "required": found.required}
+        super().__init__(bundle, *opened, **settings)
 
     generate = generate
     score = score

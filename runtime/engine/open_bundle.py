@@ -47,7 +47,7 @@ from transferry.runtime.proof.certificates.standing import (
 from transferry.runtime.proof.certificates.strength import STRENGTHS, Strength
 from transferry.runtime.proof.recorded import verify_recorded
 from transferry.runtime.proof.report import ParityReport
-from transferry.runtime.settings import check_value, shown
+from transferry.runtime.settings import check_value, field_types, hint, shown
 from transferry.runtime.tokenizer.special_tokens import SpecialTokens
 
 AnyModel = TypeVar("AnyModel", bound=ServedModel)
@@ -68,7 +68,7 @@ class OpenBundle:
         certificate: str = "not looked for",
         required: Sequence[Certificate] = (),
     ) -> None:
-        """Combines a bundle with opened models; `load` is the usual way.
+        """Combines a bundle with opened models; `load` opens a folder.
 
         Args:
             bundle: The bundle.
@@ -130,7 +130,8 @@ class OpenBundle:
             prove: Verifies, on this machine, a bundle that was verified on another.
             special_tokens: Meaning of text that looks like a special token, such as "</s>": text,
                 or as in transformers that token. Chats and token ids are read alike in both.
-            **session: Fields of SessionOptions that override `options`, such as `provider="cuda"`.
+            **session: Fields of SessionOptions that override `options`, such as `provider="cuda"`;
+                `device="cuda:1"` names provider and GPU as torch does.
 
         Raises:
             InputError: The folder is not a bundle, or is damaged.
@@ -146,7 +147,7 @@ class OpenBundle:
             raise UsageError(Option("require_certificate"), f" must be one of {expected}")
         trusted = load_public_key(Path(trusted_key)) if trusted_key is not None else None
         bundle = Bundle.load(Path(folder))
-        options = replace(options or SessionOptions(), **session)
+        options = session_options(options, session)
         devices = _devices(options, device_ids)
         if replicas is None:
             cpu = options.provider == "cpu"
@@ -391,6 +392,22 @@ def _nothing(ahead: int) -> None:
 
 def _itself(value: Input) -> Input:
     return value
+
+
+def session_options(options: SessionOptions | None, named: dict[str, Any]) -> SessionOptions:
+    """Returns options with named fields changed; raises UsageError for an unknown name."""
+    known = field_types(SessionOptions).keys()
+    if device := str(named.pop("device", "")):
+        named["provider"], _, number = device.partition(":")
+        require(
+            number.isdecimal() or device in ("cpu", "cuda"), "device", 'such as "cuda:1"', device
+        )
+        named |= {"device_id": int(number)} if number else {}
+    if unknown := sorted(named.keys() - known):
+        same = {"intra_threads": "threads", "inter_threads": "replicas", "batch_size": "batches"}
+        told = hint(unknown, (*known, "device", "replicas", "batches", "variant"), same)
+        raise UsageError(f"a session has no {', '.join(unknown)}; {told}")
+    return replace(options or SessionOptions(), **named)
 
 
 def _devices(options: SessionOptions, device_ids: Sequence[int] | None) -> list[SessionOptions]:

@@ -103,6 +103,10 @@ class RowResult(ABC):
         truncated = {"truncated": True} if self.truncated else {}
         return {"source": self.source, **self._answer(n_best), **truncated}
 
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the answer as JSON values, by the names that output files have."""
+        return self.record()
+
     def cells(self, n_best: int = 1) -> dict[str, Any]:
         """Returns the values of a table's columns, by the task's names; arguments of `record`."""
         record = self.record(n_best)

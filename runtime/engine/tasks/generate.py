@@ -74,14 +74,17 @@ class GenerationResult(RowResult):
 
     Attributes:
         hypotheses: Best first: `n_best`, or fewer if the search found fewer; none on an error.
+        text: Text of the best hypothesis; empty on an error.
+        score: Its score; NaN on an error, and where none was computed.
     """
 
     hypotheses: tuple[TextHypothesis, ...] = ()
+    text: str = field(init=False, default="", compare=False, repr=False)
+    score: float = field(init=False, default=math.nan, compare=False, repr=False)
 
-    @property
-    def text(self) -> str:
-        """Text of the best hypothesis; empty on an error."""
-        return self.hypotheses[0].text if self.hypotheses else ""
+    def __post_init__(self) -> None:
+        for name in ("text", "score") if self.hypotheses else ():
+            object.__setattr__(self, name, getattr(self.hypotheses[0], name))
 
     @property
     def target_tokens(self) -> int:

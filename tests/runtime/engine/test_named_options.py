@@ -10,12 +10,17 @@ from typing import Any
 import pytest
 
 from tests.commands import call, done
-from transferry.runtime.decoding.generation_options import GenerationOptions, generation_options
+from transferry.runtime.decoding.generation_options import (
+    SAME,
+    GenerationOptions,
+    generation_options,
+)
 from transferry.runtime.decoding.search import search
 from transferry.runtime.decoding.stop_strings import StopStrings
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.prompts import Asked
 from transferry.runtime.errors import UsageError
+from transferry.runtime.settings import field_types
 
 TEXTS = ["a dog runs", "two men", "the cat sat on the mat", "one"]
 
@@ -39,10 +44,20 @@ def test_names_change_single_fields_of_the_defaults(engine: Engine) -> None:
     given = list(engine.generate(TEXTS, replace(default, beam=2, n_best=2, max_length=8)))
     assert named == given
     assert len(named[0].hypotheses) == 2
-    with pytest.raises(UsageError, match="generation has no beams; it knows beam, "):
+    with pytest.raises(UsageError, match=r"generation has no beams; write beam$"):
         engine.generate(TEXTS, beams=4)
+    with pytest.raises(UsageError, match=r"no do_sample, num_beams; write sample, beam$"):
+        engine.generate(TEXTS, num_beams=4, do_sample=True)
+    with pytest.raises(UsageError, match="no beams, xyz; it knows beam, "):
+        engine.generate(TEXTS, beams=4, xyz=1)
     with pytest.raises(UsageError, match="beam must be a whole number"):
         engine.generate(TEXTS, beam="4")
+
+
+def test_the_names_of_other_tools_lead_to_ours() -> None:
+    known = field_types(GenerationOptions)
+    assert set(SAME.values()) <= known.keys()
+    assert not SAME.keys() & known.keys()
 
 
 def test_inputs_with_options_of_their_own_are_answered_as_alone(engine: Engine) -> None:

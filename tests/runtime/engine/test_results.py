@@ -2,11 +2,13 @@
 
 import asyncio
 import itertools
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+import transferry
 from transferry import Engine, GenerationOptions, GenerationResult, UsageError
 from transferry.build_model.train.corpus import builtin_pairs
 
@@ -37,6 +39,34 @@ def test_an_engine_closes_and_says_what_it_is(bundle_folder: Path) -> None:
     assert repr(engine) == f"Engine({str(bundle_folder)!r}, closed)"
     with pytest.raises(UsageError, match="load the bundle again"):
         engine.generate(["a"], GREEDY)
+
+
+def test_a_folder_opens_by_the_class_itself(bundle_folder: Path, engine: Engine) -> None:
+    opened = Engine(bundle_folder, replicas=2, device="cpu")
+    assert (opened.replicas, opened.certificate) == (2, engine.certificate)
+    assert opened.model.describe() == engine.model.describe()
+    assert list(opened.generate(["a"], GREEDY)) == list(engine.generate(["a"], GREEDY))
+    with pytest.raises(UsageError, match="a session has no devise, thread; write device, threads"):
+        Engine(bundle_folder, thread=2, devise="cpu")
+    for wrong in ("cuda:x", "tpu", "cpu:1"):
+        with pytest.raises(UsageError, match=r"device|provider"):
+            Engine(bundle_folder, device=wrong)
+
+
+def test_results_make_a_table(engine: Engine) -> None:
+    pandas = pytest.importorskip("pandas")
+    rows = pandas.Series(["a", None, "the cat"])
+    found = list(engine.generate(rows, GREEDY))
+    assert [each.error.kind if each.error else "" for each in found] == ["", "no-text", ""]
+    frame = pandas.DataFrame(found)
+    assert frame["text"].tolist() == answers(found)
+    assert found[0].score == found[0].hypotheses[0].score == found[0].to_dict()["score"]
+    assert math.isnan(found[1].score)
+
+
+def test_every_public_name_is_listed() -> None:
+    assert {"Engine", "__version__", *transferry.runtime.__all__} == set(dir(transferry))
+    assert set(dir(transferry.runtime)) == set(transferry.runtime.__all__)
 
 
 def test_results_are_read_asynchronously_too(engine: Engine, texts: list[str]) -> None:
