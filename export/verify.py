@@ -336,7 +336,7 @@ def text_of(checkpoint: Checkpoint, request: Request) -> Text:
     sources = [
         source_of(text, tokenizer, config, number) for number, text in enumerate(texts, start=1)
     ]
-    if checkpoint.head is not None and checkpoint.head.task == "classify" and special.between:
+    if checkpoint.head is not None and checkpoint.head.task == "classify" and special.joins_pairs:
         # Pairs too: each text with the next.
         pairs = (
             special.wrap([*tokenizer.encode(one), *special.between, *tokenizer.encode(other)])

@@ -203,6 +203,7 @@ class ModelConfig(TransformerConfig):
         unit_length: The head scales its vector to length 1.
         segments: Kinds of segments of an encoder-only model, each with a vector that is added to
             the embedding, as in BERT; 0 means that it does not tell them apart.
+        causal: An encoder-only model's tokens see no later ones, as in a decoder that only reads.
         segment_end: Token id that ends a segment: tokens after the first belong to the second.
         padding_token: Token id without a position of its own in a source: it takes that of padding
             and the next token the next position, as in RoBERTa; -1 for no such token.
@@ -245,6 +246,7 @@ class ModelConfig(TransformerConfig):
     head_biases: tuple[bool, ...] = ()
     head_norm: bool = False
     unit_length: bool = False
+    causal: bool = False
     segments: _SizeOrNone = 0
     segment_end: Whole = 0
     padding_token: Annotated[int, msgspec.Meta(ge=-1)] = -1
@@ -294,7 +296,7 @@ class ModelConfig(TransformerConfig):
     def _check_head(self) -> None:
         """Checks the fields of encoder-only models."""
         alone = self.architecture == "encoder-only"
-        for name in ("pooling", "head_widths", "segments"):
+        for name in ("pooling", "head_widths", "segments", "causal"):
             value = getattr(self, name)
             require(alone or not value, name, "none unless encoder-only", value)
         require(alone or self.lm_head, "lm_head", "true unless encoder-only", "false")

@@ -258,6 +258,8 @@ class Transformer(nn.Module):
         positions = torch.arange(source.shape[1], device=source.device)
         x, layers = self.embed(source, positions, source=True), len(self.encoder)
         bias = padding_bias(source_mask, x.dtype)
+        if self.config.causal:
+            bias = bias + causal_bias(0, source.shape[1], x.dtype, x.device)
         relative = self.encoder_distance
         biases = self._biases(bias, positions, positions, relative, layers, source_mask)
         rotations = self._rotations(positions, layers)

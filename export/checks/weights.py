@@ -7,7 +7,6 @@ those that torch's exporter and `export.optimise` give.
 from __future__ import annotations
 
 import copy
-import math
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -52,7 +51,7 @@ class CheckpointWeights:
             model = fold_kv_scales(model, calibration.kv_scales)
         elif precision != FLOAT32 and not precision.rounded:
             model = copy.deepcopy(model).to(getattr(torch, precision.name))
-        self._root = math.sqrt(model.config.d_head)
+        self._config = model.config
         self._weights = {name: weight.detach().cpu() for name, weight in model.state_dict().items()}
         self._tables = {
             name: table for name, table in model.named_buffers() if name not in self._weights
@@ -96,8 +95,16 @@ class CheckpointWeights:
                 both = packed.packed(), packed.scales
                 self._blocks = base, [*map(torch.from_numpy, both)]
             part = self._blocks[1][kind != "blocks"]
-            return (part / self._root if kind == "divided_scales" else part), 0.0
+            return (part / self._divisor(base) if kind == "divided_scales" else part), 0.0
         return self._input(base, kind)
+
+    def _divisor(self, name: str) -> float:
+        """Divisor of the attention scores in the layer of a weight; 1 outside of layers."""
+        found = re.match(r"(encoder|decoder)\.(\d+)\.", name)
+        if found is None:
+            return 1.0
+        encodes = found[1] == "encoder"
+        return (self._config.encoder_config() if encodes else self._config).divisor(int(found[2]))
 
     def trained(self, name: str) -> bool:
         """Whether an initializer holds a trained weight, or integers or scales of one."""
@@ -108,13 +115,13 @@ class CheckpointWeights:
     def _input(self, base: str, kind: str) -> tuple[Tensor, float] | None:
         """Returns the other values that an integer variant stores of a linear layer."""
         bias = self._weights.get(f"{base.removesuffix('weight')}bias")
-        found = {"divided_bias": bias / self._root if bias is not None else None}
+        found = {"divided_bias": bias / self._divisor(base) if bias is not None else None}
         activations = self._calibration.activations if self._calibration else {}
         if (activation := activations.get(base)) is not None:
             found |= {
                 "input_scale": torch.tensor(activation.scale),
                 "input_zero": torch.tensor(activation.zero_point, dtype=torch.uint8),
-                "divided_scale": torch.tensor(activation.scale / self._root),
+                "divided_scale": torch.tensor(activation.scale / self._divisor(base)),
             }
         value = found.get(kind)
         return None if value is None else (value, COMPUTED if "divided" in kind else 0.0)

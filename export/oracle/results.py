@@ -133,7 +133,7 @@ class Inputs:
             return [self.masked(text) for text in self.texts]
         prompt = "" if task == "tag" else self.head.prompt(None)
         rows = [self.plain(text, prompt) for text in self.texts]
-        if task == "classify" and self.special.between:
+        if task == "classify" and self.special.joins_pairs:
             pairs = (self.pair(*each) for each in pairwise([*self.texts, self.texts[0]]))
             rows += [pair for pair in pairs if len(pair.ids) <= self.most]
         return rows

@@ -100,7 +100,7 @@ export function tag(engine, text, { aggregation = "none", longRows } = {}) {
 
 function headRecord(engine, row, longRows, answer) {
   const [text, pair] = Array.isArray(row) ? row : [row];
-  if (pair !== undefined && !engine.bundle.tokenizer.special.between.length) {
+  if (pair !== undefined && !engine.bundle.tokenizer.special.joinsPairs) {
     throw new UsageError("the bundle's tokenizer joins no pairs of texts; leave the second out");
   }
   const limits = headLimits(engine, longRows);

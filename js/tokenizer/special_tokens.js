@@ -12,6 +12,7 @@ export class SpecialTokens {
     this.before = fields.before;
     this.after = fields.after;
     this.between = fields.between ?? [];
+    this.joinsPairs = (fields.joins ?? false) || this.between.length > 0;
     this.ends = [fields.eos_id, ...(fields.more_ends ?? [])];
     this.languages = fields.languages ?? {};
     this.beginsWithLanguage = fields.begins_with_language ?? false;

@@ -77,7 +77,8 @@ class SpecialTokens:
         before: Ids before every input text.
         after: Ids after every input text.
         more_ends: Further ids that end an output; a model may know them as text.
-        between: Ids between the two texts of a pair; empty if pairs are not joined.
+        between: Ids between the two texts of a pair.
+        joins: Whether pairs are joined though nothing is between.
         languages: Id of each language by name, such as "eng_Latn"; `before` or `after` has the id
             of the source's default language.
         begins_with_language: Whether the language of an output is its `bos_id`, as in mBART, and
@@ -102,6 +103,7 @@ class SpecialTokens:
     longest: int = 0
     keeps_end: bool = False
     texts: Mapping[str, int] = field(default_factory=dict)
+    joins: bool = False
 
     def __post_init__(self) -> None:
         for token_id in (*self.ids(), *self.ends):
@@ -116,6 +118,11 @@ class SpecialTokens:
     def wrap(self, ids: Sequence[int]) -> list[int]:
         """Adds the ids before and after a text."""
         return [*self.before, *ids, *self.after]
+
+    @property
+    def joins_pairs(self) -> bool:
+        """Whether two texts can be joined to one input."""
+        return self.joins or bool(self.between)
 
     def cut(self, ids: Sequence[Item], room: int) -> Sequence[Item]:
         """Returns the tokens that a truncated text keeps, at most `room`."""
@@ -387,7 +394,7 @@ def _special_of(settings: Mapping[str, Any]) -> SpecialTokens:
         for name, value in settings["special"].items()
     }
     added_since = {"more_ends", "between", "languages", "begins_with_language"}
-    added_since |= {"longest", "keeps_end", "texts"}
+    added_since |= {"longest", "keeps_end", "texts", "joins"}
     needed = (
         {field.name for field in fields(SpecialTokens)} - added_since - {"longest", "keeps_end"}
     )

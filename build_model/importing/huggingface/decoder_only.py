@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from transferry.build_model.importing.huggingface.folder import Settings
+from transferry.build_model.importing.huggingface.heads import generating, scored
 from transferry.build_model.importing.huggingface.rope import FULL, SLIDING, RotaryKeys, read_rotary
 from transferry.build_model.importing.huggingface.tables import (
     ACTIVATIONS,
     BUFFER,
     GATES,
+    Classifier,
     Family,
     Table,
     conv1d,
@@ -26,6 +29,7 @@ from transferry.build_model.importing.huggingface.tables import (
 )
 from transferry.build_model.model.config import ModelConfig
 
+Shape = Callable[[Settings, set[str]], ModelConfig]
 # Fields of all types; only some sizes of OPT are post-norm.
 PRE_NORM: dict[str, Any] = dict(
     architecture="decoder-only", encoder_layers=0, norm_order="pre", scale_embedding=False
@@ -213,7 +217,8 @@ def _smollm3_shape(config: Settings, names: set[str]) -> ModelConfig:
 
 def _gemma_fields(config: Settings, longest: int, every: int) -> dict[str, Any]:
     """Returns the common options of Gemma 2 and 3; the last layer of each group has no window."""
-    config.only("use_bidirectional_attention", False)
+    if generating(config) or config.get("model_type") == "gemma2":
+        config.only("use_bidirectional_attention", False)
     activation = config.choice("hidden_activation", GATES, "gelu_pytorch_tanh")
     config.get("hidden_act")  # of older files, and not followed by transformers
     for name, value in (("head_dim", 256), ("num_key_value_heads", 4)):
@@ -390,11 +395,22 @@ def _opt_norms(config: ModelConfig) -> dict[str, Tensor]:
     return {f"{name}.{part}": make(config.d_model) for name in names for part, make in made.items()}
 
 
+def _opt_head(config: Settings) -> Classifier | None:
+    """Head of OPT, which reads hidden states that were made as narrow as the embedding."""
+    found, width = scored(config), config.whole("word_embed_proj_dim", 0)
+    if found is None or width in (0, config.whole("hidden_size")):
+        return found
+    fields = {name: value * 2 for name, value in found.fields.items() if name != "pooling"}
+    fields |= {"pooling": ("last",), "head_widths": (width, *found.fields["head_widths"])}
+    table = {"project_out.*": "head.layers.0.linear.*", "score.*": "head.layers.1.linear.*"}
+    return Classifier(fields, table, found.settings)
+
+
 OPT: Table = {
     "embed_tokens.weight": "embedding.weight",
     "embed_positions.weight": without_first(2, "positions"),
     "project_in.weight": "embedding_projection.weight",
-    "project_out.weight": "output_projection.weight",
+    "project_out.*": "output_projection.*",
     "layers.#.self_attn.q_proj.*": "decoder.#.self_attention.query.*",
     "layers.#.self_attn.k_proj.*": "decoder.#.self_attention.key.*",
     "layers.#.self_attn.v_proj.*": "decoder.#.self_attention.value.*",
@@ -407,17 +423,27 @@ OPT: Table = {
     "lm_head.weight": "output.weight",
 }
 
+# Type, models, beginnings of its classes, shape, table and prefixes of the names of tensors.
+TYPES: list[tuple[str, str, str, Shape, Table, str]] = [
+    ("gpt2", "GPT-2, DistilGPT-2", "GPT2", _gpt2_shape, GPT2, "transformer."),
+    ("llama", "Llama 1 to 3.3, SmolLM 2, TinyLlama", "Llama", _llama_shape, LLAMA, "model."),
+    ("mistral", "Mistral 7B", "Mistral", _mistral_shape, LLAMA, "model."),
+    ("qwen2", "Qwen 2, 2.5", "Qwen2", _qwen2_shape, LLAMA, "model."),
+    ("qwen3", "Qwen 3, dense", "Qwen3", _qwen3_shape, LLAMA, "model."),
+    ("phi3", "Phi 3, Phi 4", "Phi3", _phi3_shape, PHI3, "model."),
+    ("gemma2", "Gemma 2", "Gemma2", _gemma2_shape, GEMMA, "model."),
+    ("gemma3_text", "Gemma 3, text", "Gemma3 Gemma3Text", _gemma3_shape, GEMMA, "model."),
+    ("olmo2", "OLMo 2", "Olmo2", _olmo2_shape, OLMO2, "model."),
+    ("smollm3", "SmolLM 3", "SmolLM3", _smollm3_shape, LLAMA, "model."),
+    ("gpt_neox", "GPT-NeoX, Pythia", "GPTNeoX", _gpt_neox_shape, GPT_NEOX, "gpt_neox."),
+    ("opt", "OPT", "OPT", _opt_shape, OPT, "model.decoder. decoder."),
+]
 FAMILIES = {
-    "gpt2": Family("GPT-2, DistilGPT-2", _gpt2_shape, GPT2, ("transformer.",)),
-    "llama": Family("Llama 1 to 3.3, SmolLM 2, TinyLlama", _llama_shape, LLAMA, ("model.",)),
-    "mistral": Family("Mistral 7B", _mistral_shape, LLAMA, ("model.",)),
-    "qwen2": Family("Qwen 2, 2.5", _qwen2_shape, LLAMA, ("model.",)),
-    "qwen3": Family("Qwen 3, dense", _qwen3_shape, LLAMA, ("model.",)),
-    "phi3": Family("Phi 3, Phi 4", _phi3_shape, PHI3, ("model.",)),
-    "gemma2": Family("Gemma 2", _gemma2_shape, GEMMA, ("model.",)),
-    "gemma3_text": Family("Gemma 3, text", _gemma3_shape, GEMMA, ("model.",)),
-    "olmo2": Family("OLMo 2", _olmo2_shape, OLMO2, ("model.",)),
-    "smollm3": Family("SmolLM 3", _smollm3_shape, LLAMA, ("model.",)),
-    "gpt_neox": Family("GPT-NeoX, Pythia", _gpt_neox_shape, GPT_NEOX, ("gpt_neox.",)),
-    "opt": Family("OPT", _opt_shape, OPT, ("model.decoder.", "decoder."), _opt_norms),
+    kind: Family(
+        *(models, shape, table, tuple(prefixes.split())),
+        classifier=_opt_head if kind == "opt" else scored,
+        stems=stems,
+        computes=_opt_norms if kind == "opt" else lambda config: {},
+    )
+    for kind, models, stems, shape, table, prefixes in TYPES
 }

@@ -152,6 +152,7 @@ class PretrainedFolder:
         segments: Of the tokens of a pair of texts, as the tokenizer numbers them; set by it.
         side: Side at which texts are cut where tokenizer_config.json names none; set by the
             tokenizer.
+        padded: Tokens that the tokenizer puts after a text and that no head reads; set by it.
         size: Ids of the vocabulary; set by the importer.
         lower: Whether texts are lower-cased before the tokenizer reads them; set by the importer.
     """
@@ -174,6 +175,7 @@ class PretrainedFolder:
         self.notes: list[str] = []
         self.segments: list[int] = []
         self.side = "right"
+        self.padded = 0
         self.size = MOST_SIZE
         self.lower = False
 

@@ -1,13 +1,20 @@
-"""Heads of classification: labels, probabilities and layers, as config.json names them."""
+"""Purposes of model classes: heads of classification, and decoders that only read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, cast
 
 from transferry.build_model.importing.huggingface.folder import Settings
-from transferry.build_model.importing.huggingface.tables import ACTIVATIONS, Classifier
-from transferry.build_model.model.config import HeadActivation
+from transferry.build_model.importing.huggingface.tables import (
+    ACTIVATIONS,
+    Classifier,
+    Family,
+    Move,
+    NoPlace,
+)
+from transferry.build_model.model.config import HeadActivation, ModelConfig
 from transferry.runtime.bundle.head import HeadSettings
 
 # Activation that turns scores into probabilities, by problem_type.
@@ -36,6 +43,12 @@ def labels_of(config: Settings) -> tuple[str, ...]:
     if not texts or set(named) != ids or not all(isinstance(each, str) for each in texts):
         config.refuse("id2label", named, "names of the labels 0, 1, 2 and so on")
     return tuple(named[str(number)] for number in range(len(named)))
+
+
+def problem_of(config: Settings, labels: tuple[str, ...]) -> Literal["softmax", "sigmoid", "none"]:
+    """Activation that turns scores into probabilities; of a single score none."""
+    usual = "regression" if len(labels) == 1 else "single_label_classification"
+    return config.choice("problem_type", PROBLEMS, usual)
 
 
 def rank_of(config: Settings) -> Literal["sigmoid", "none"]:
@@ -99,8 +112,7 @@ def classifier(
         }
         settings = HeadSettings("tag", labels, "softmax")
         if task == "classify":
-            usual = "regression" if len(labels) == 1 else "single_label_classification"
-            problem = config.choice("problem_type", PROBLEMS, usual)
+            problem = problem_of(config, labels)
             settings = HeadSettings("classify", labels, problem, rank_of(config))
         return Classifier(fields, table, settings)
 
@@ -109,8 +121,121 @@ def classifier(
 
 def task_of(config: Settings) -> Literal["classify", "tag"] | None:
     """Returns the task of the model class that config.json names; None for another class."""
+    purpose = PURPOSES.get(_end(_class(config)))
+    return purpose if purpose in ("classify", "tag") else None
+
+
+def scored(config: Settings) -> Classifier | None:
+    """Head of a decoder: one linear layer, of a text on its last token (Ouyang et al. 2022)."""
+    if (task := task_of(config)) is None:
+        return None
+    labels, text = labels_of(config), task == "classify"
+    fields: dict[str, Any] = {
+        "pooling": ("last",) if text else (),
+        "head_widths": (len(labels),),
+        "head_activations": ("none",),
+        "head_biases": (not text,),
+    }
+    names = ("score", "classifier")  # the second in GPT-2 and GPT-NeoX
+    table = {f"{name}.*": "head.layers.0.linear.*" for name in names[: 1 if text else 2]}
+    settings = HeadSettings("tag", labels, "softmax")
+    if text:
+        settings = HeadSettings("classify", labels, problem_of(config, labels), rank_of(config))
+    return Classifier(fields, table, settings)
+
+
+# --- Classes --------------------------------------------------------------------------------------
+
+# Purpose of a model class, by the end of its name.
+PURPOSES: Mapping[str, Literal["generate", "read", "classify", "tag"]] = {
+    "ForCausalLM": "generate",
+    "LMHeadModel": "generate",
+    "ForSequenceClassification": "classify",
+    "ForTokenClassification": "tag",
+    "Model": "read",
+}
+
+
+def _class(config: Settings) -> str:
     classes = config.get("architectures")
-    name = str(classes[0]) if isinstance(classes, list) and classes else ""
-    if name.endswith("ForSequenceClassification"):
-        return "classify"
-    return "tag" if name.endswith("ForTokenClassification") else None
+    return str(classes[0]) if isinstance(classes, list) and classes else ""
+
+
+def _end(name: str) -> str:
+    return next((end for end in PURPOSES if name.endswith(end)), "")
+
+
+def reads(config: Settings, family: Family, *, module: bool) -> bool:
+    """Whether a decoder-only model reads texts and does not continue them.
+
+    Args:
+        config: config.json.
+        family: Its type.
+        module: Whether it is a module of sentence-transformers, which ignores the head's class.
+
+    Raises:
+        InputError: It is of a class that cannot be imported.
+    """
+    name = _class(config)
+    stems, end = family.stems.split(), _end(name)
+    # A file without a class generates, as does a class of somebody else named ForCausalLM.
+    generates = generating(config)
+    if not generates and name not in {f"{stem}{end}" for stem in stems}:
+        ends = ", ".join(end for end in PURPOSES if end != "LMHeadModel")
+        supported = f"names that begin with {' or '.join(stems)} and end with {ends}"
+        config.refuse("architectures", config.get("architectures"), supported)
+    return module or not generates
+
+
+def generating(config: Settings) -> bool:
+    """Whether config.json names a class that generates, or no class."""
+    name = _class(config)
+    return not name or PURPOSES.get(_end(name)) == "generate"
+
+
+def as_reader(config: Settings, family: Family, shape: ModelConfig) -> tuple[Family, ModelConfig]:
+    """Returns a decoder-only type as an encoder-only one in which no token sees later ones.
+
+    Without logits a cache has no use: a text is read at once.
+    """
+    if shape.embedding_width and task_of(config) is None:
+        width = config.get("word_embed_proj_dim")
+        config.refuse("word_embed_proj_dim", width, f"{shape.d_model} without a classifier")
+    windows, both_ways = shape.windows, False
+    if not config.flag("is_causal", True):
+        both_ways, windows = True, tuple(each and each + 1 for each in windows)
+    if config.flag("use_bidirectional_attention", False):
+        both_ways, windows = True, tuple(each and each // 2 + 1 for each in windows)
+    read = dataclasses.replace(
+        shape,
+        architecture="encoder-only",
+        encoder_layers=shape.decoder_layers,
+        decoder_layers=0,
+        causal=not both_ways,
+        windows=windows,
+        lm_head=False,
+        tied=True,
+        output_softcap=0.0,
+        output_bias=False,
+    )
+
+    def renamed(name: str) -> str:
+        return name.replace("decoder", "encoder", 1) if name.startswith("decoder") else name
+
+    def moved(place: str | Move | NoPlace) -> str | Move | NoPlace:
+        if isinstance(place, NoPlace):
+            return place
+        names = (place,) if isinstance(place, str) else place.ours
+        if names[0] in ("output.weight", "output_bias"):
+            return NoPlace("language model head")
+        if isinstance(place, str):
+            return renamed(place)
+        return dataclasses.replace(place, ours=tuple(map(renamed, names)))
+
+    table = {theirs: moved(place) for theirs, place in family.table.items()}
+    computed = family.computes(shape)
+    return dataclasses.replace(
+        family,
+        table=table,
+        computes=lambda _: {renamed(name): tensor for name, tensor in computed.items()},
+    ), read

@@ -22,6 +22,7 @@ from transferry.build_model.importing.huggingface.folder import (
     require_plain,
 )
 from transferry.build_model.importing.huggingface.generation import generation_defaults
+from transferry.build_model.importing.huggingface.heads import as_reader, reads
 from transferry.build_model.importing.huggingface.settings_table import judge
 from transferry.build_model.importing.huggingface.tables import Family, Table
 from transferry.build_model.importing.huggingface.tokenizer.vocabularies import TOKENIZERS
@@ -126,8 +127,9 @@ def _model_type(config: Settings, sentence: SentenceModules | None) -> str:
             'such as "model_type": "bert"'
         )
     kind = config.choice("model_type", {name: name for name in FAMILIES}, "")
-    if sentence is not None and kind not in encoder_only.FAMILIES:
-        config.refuse("model_type", kind, f"{' or '.join(encoder_only.FAMILIES)} with {MODULES}")
+    known = {**encoder_only.FAMILIES, **decoder_only.FAMILIES}
+    if sentence is not None and kind not in known:
+        config.refuse("model_type", kind, f"{' or '.join(known)} with {MODULES}")
     require_plain(config)
     return kind
 
@@ -139,6 +141,9 @@ def _shape(
     config = pretrained.config
     try:
         shape = family.shape(config, pretrained.names())
+        alone, module = shape.architecture == "decoder-only", sentence is not None
+        if alone and reads(config, family, module=module):
+            family, shape = as_reader(config, family, shape)
         config.only("is_encoder_decoder", shape.architecture == "encoder-decoder")
         if sentence is not None and sentence.settings.task == "embed":
             fields: Mapping[str, Any] = sentence.fields
@@ -182,7 +187,7 @@ def _with_cuts(
     unlimited = sentence is not None or longest >= shape.max_positions
     return replace(
         special,
-        longest=0 if unlimited else int(longest),
+        longest=0 if unlimited else int(longest) - pretrained.padded,
         keeps_end=settings.choice("truncation_side", sides, pretrained.side),
     )
 
@@ -290,7 +295,7 @@ def _cut(
     own = sentence.settings
     return replace(
         head,
-        longest=int(min(longest, shape.max_positions)),
+        longest=int(min(longest, shape.max_positions)) - pretrained.padded,
         rank=own.rank,
         prompts=own.prompts,
         default_prompt=own.default_prompt,

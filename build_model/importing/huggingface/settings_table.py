@@ -136,6 +136,7 @@ WITHOUT_EFFECT: Mapping[str, Mapping[str, str]] = {
 NEUTRAL: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     CONFIG: {
         "is_decoder": (False,),
+        "is_causal": (True,),
         "add_cross_attention": (False,),
         "attention_bias": (False,),
         "lm_head_bias": (False,),

@@ -79,6 +79,7 @@ class Family:
         computes: Tensors that a formula gives if the file lacks them.
         classifier: Returns the head that config.json names, None without one.
         segments: Name of the vectors of segments; empty if the type does not tell them apart.
+        stems: Beginnings of the names of its classes, such as Llama, of a decoder-only type.
         reads_lines: Whether such models were trained on texts with line breaks, and must get them
             whole; translators of sentences were not.
     """
@@ -90,6 +91,7 @@ class Family:
     computes: Callable[[ModelConfig], dict[str, Tensor]] = field(default=lambda config: {})
     classifier: Callable[[Settings], Classifier | None] = field(default=lambda config: None)
     segments: str = ""
+    stems: str = ""
     reads_lines: bool = False
 
 

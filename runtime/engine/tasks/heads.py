@@ -235,7 +235,7 @@ def encode_pairs(
     firsts = preprocessor.encode([first for first, _ in pairs], long_rows)
     if all(second is None for _, second in pairs):
         return firsts
-    if not preprocessor.special.between:
+    if not preprocessor.special.joins_pairs:
         raise UsageError("the bundle's tokenizer joins no pairs of texts; leave the second out")
     texts = [each if isinstance(each, str) else "" for pair in pairs for each in pair]
     ids = iter(preprocessor.token_ids(texts))

@@ -237,7 +237,12 @@ def decoder_tokenizer(pretrained: PretrainedFolder, config: ModelConfig) -> AnyT
 
     tokens = SpecialTokens(pad_id=other("pad"), bos_id=other("bos"), eos_id=eos, after=())
     tokenizer = _unchanged(found, tokens, config, str(folder))
-    tokenizer = _as_ranks(found, tokenizer) or tokenizer
+    if config.encoder_layers:
+        _join_pairs(tokenizer, found)
+        _cut_padding(tokenizer, pretrained, config)
+    # Labels of tokens need their places in the text, which tiktoken does not tell.
+    if not config.head_widths or config.pooling:
+        tokenizer = _as_ranks(found, tokenizer) or tokenizer
     tokenizer.chat = chat_template(pretrained, found)
     return tokenizer
 
@@ -388,14 +393,35 @@ def bert_tokenizer(pretrained: PretrainedFolder, config: ModelConfig) -> AnyToke
         after=(),
     )
     tokenizer = _unchanged(found, special, config, str(pretrained.folder))
+    segments = _join_pairs(tokenizer, found)
+    pretrained.segments = segments if found.segments else []
+    return tokenizer
+
+
+def _join_pairs(tokenizer: AnyTokenizer, found: FastTokenizer) -> list[int]:
+    """Adds how two texts are joined, where it is text by text; returns the tokens' segments."""
     plain, special = tokenizer.encode("a"), tokenizer.special
     pair = found.tokenizer.encode("a", "a")
     first, second = [*special.before, *plain], [*plain, *special.after]
     between = pair.ids[len(first) : len(pair.ids) - len(second)]
-    if between and pair.ids == [*first, *between, *second]:
-        tokenizer.special = dataclasses.replace(special, between=tuple(between))
-        pretrained.segments = pair.type_ids if found.segments else []
-    return tokenizer
+    if pair.ids != [*first, *between, *second]:
+        return []
+    joins = not between  # else the tokens between say it
+    tokenizer.special = dataclasses.replace(special, between=tuple(between), joins=joins)
+    segments: list[int] = pair.type_ids
+    return segments
+
+
+def _cut_padding(
+    tokenizer: AnyTokenizer, pretrained: PretrainedFolder, config: ModelConfig
+) -> None:
+    """Leaves out padding after a text, since heads of transformers read the token before it."""
+    special, padding = tokenizer.special, pretrained.config.get("pad_token_id")
+    after = list(special.after)
+    while config.head_widths and config.pooling and after[-1:] == [padding]:
+        after.pop()
+        pretrained.padded += 1
+    tokenizer.special = dataclasses.replace(special, after=tuple(after))
 
 
 def _unchanged(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.build_model.importing.huggingface.drawn import (
     transformers,
 )
 from tests.build_model.importing.huggingface.encoder_types import WITH_SEGMENTS
+from transferry.build_model.importing.huggingface.decoder_only import FAMILIES as DECODERS
 
 TEXTS = ["the cat sat", "Straße über Häuser, the mat", "a", "on the mat " * 6]
 EXPORTED = ("bert", "mpnet")  # through bundle and engine too; exporting takes seconds
@@ -29,13 +31,17 @@ def join_pairs(folder: Path, kind: str) -> None:
     """Gives a folder's tokenizer the template of pairs of its model type."""
     path = str(folder / "tokenizer.json")
     made = tokenizers.Tokenizer.from_file(path)
-    pair = "<s> $A </s> </s> $B </s>"
+    single, pair = "<s> $A </s>", "<s> $A </s> </s> $B </s>"
     if kind in (*WITH_SEGMENTS, "distilbert"):
         pair = "<s> $A </s> $B:1 </s>:1"
     if kind == "modernbert":
         pair = "<s> $A </s> $B </s>"
+    if kind in ("llama", "mistral", "gemma2", "gemma3_text"):
+        single, pair = "<s> $A", "<s> $A <s> $B"
+    elif kind in DECODERS:
+        single, pair = "$A </s>", "$A $B </s>"
     made.post_processor = tokenizers.processors.TemplateProcessing(
-        single="<s> $A </s>", pair=pair, special_tokens=[("<s>", 0), ("</s>", 2)]
+        single=single, pair=pair, special_tokens=[("<s>", 0), ("</s>", 2)]
     )
     made.save(path)
     config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
@@ -51,9 +57,12 @@ class Theirs:
         join_pairs(folder, kind)
         self.tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
         name, drawn = TYPES[kind]
-        model_class = getattr(transformers, name.replace("ForMaskedLM", suffix))
+        if kind == "gemma3_text" and suffix != "ForCausalLM":
+            name = "Gemma3TextForCausalLM"
+        stem = re.sub("(ForMaskedLM|ForCausalLM|LMHeadModel)$", "", name)
+        model_class = getattr(transformers, f"{stem}{suffix}")
         ends = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
-        positions = {"max_position_embeddings": LONGEST}
+        positions = {} if kind == "gpt2" else {"max_position_embeddings": LONGEST}
         chosen = drawn(Draw(f"{kind} {seed} {suffix}")) | positions | ends | settings
         if kind in WITH_SEGMENTS:
             chosen["type_vocab_size"] = 2
@@ -62,6 +71,8 @@ class Theirs:
         made = model_class(config).eval()
         randomise(made)
         made.save_pretrained(folder)
+        if kind in DECODERS:  # whose tokenizer class may be that of the model type
+            self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         with exact():
             self.model = model_class(config).eval()
         self.model.load_state_dict(made.double().state_dict())

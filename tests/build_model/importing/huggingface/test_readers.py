@@ -1,0 +1,114 @@
+"""Decoders without logits give the scores and hidden states of transformers' own classes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.build_model.importing.huggingface.drawn import SEEDS, transformers
+from tests.build_model.importing.huggingface.heads import TEXTS, Theirs, write
+from transferry.build_model.checkpoint import load_checkpoint
+from transferry.build_model.importing.huggingface.decoder_only import FAMILIES
+from transferry.build_model.importing.huggingface.importer import import_pretrained
+from transferry.runtime.errors import InputError
+
+CLASSES = ("ForSequenceClassification", "ForTokenClassification", "Model")
+# Without a class for tokens.
+TEXTS_ALONE = ("gemma3_text", "olmo2", "opt")
+
+
+def suffix_of(kind: str, seed: int) -> str:
+    suffix = CLASSES[seed % 3]
+    return "Model" if suffix == CLASSES[1] and kind in TEXTS_ALONE else suffix
+
+
+@torch.inference_mode()
+def require_theirs(theirs: Theirs, folder: Path, run: Path, suffix: str) -> None:
+    """Imports a folder; compares scores or hidden states of texts, and of a pair."""
+    import_pretrained(folder, run, force=True)
+    checkpoint = load_checkpoint(run)
+    model, special = checkpoint.model.double(), checkpoint.tokenizer.special
+    rows: list[tuple[str, str | None]] = [(text, None) for text in TEXTS[1:]]
+    rows += [("the cat", "a mat")] * (suffix == CLASSES[0])
+    for first, second in rows:
+        ids = checkpoint.tokenizer.encode(first)
+        if second is not None:
+            ids = [*ids, *special.between, *checkpoint.tokenizer.encode(second)]
+        wrapped, padding = special.wrap(ids), [5, 6]  # padding has no influence
+        mask = torch.tensor([[True] * len(wrapped) + [False] * len(padding)])
+        found = model.answers(torch.tensor([wrapped + padding]), mask)
+        wanted = theirs(first, second)
+        if suffix == "Model":
+            ours, other = found["hidden"][0, : len(wrapped)], wanted.last_hidden_state[0]
+        elif suffix == CLASSES[0]:
+            ours, other = found["head"][0], wanted.logits[0]
+        else:
+            ours, other = found["head"][0, : len(wrapped)], wanted.logits[0]
+        other = other[: len(ours)] if suffix == "Model" else other
+        assert ours.shape == other.shape
+        assert (ours - other).abs().max() <= 1e-9 * other.abs().max()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_what_a_decoder_reads_is_theirs(kind: str, seed: int, tmp_path: Path) -> None:
+    suffix = suffix_of(kind, seed)
+    more: dict[str, Any] = {} if suffix == "Model" else {"num_labels": 3}
+    if kind == "opt" and suffix == "Model":
+        more["word_embed_proj_dim"] = 32
+    theirs = Theirs(kind, seed, tmp_path / "theirs", suffix, **more)
+    require_theirs(theirs, tmp_path / "theirs", tmp_path / "run", suffix)
+
+
+def test_padding_that_ends_a_text_is_read_by_no_head(tmp_path: Path) -> None:
+    """The end token also pads, and transformers' head reads the token before it."""
+    folder, run = tmp_path / "theirs", tmp_path / "run"
+    theirs = Theirs("qwen3", 0, folder, CLASSES[0], num_labels=3, pad_token_id=2)
+    require_theirs(theirs, folder, run, CLASSES[0])
+    assert load_checkpoint(run).tokenizer.special.after == ()
+
+
+@pytest.mark.parametrize(("kind", "setting"), [("gemma3_text", True), ("llama", False)])
+def test_attention_may_go_both_ways(kind: str, setting: bool, tmp_path: Path) -> None:
+    key = "use_bidirectional_attention" if setting else "is_causal"
+    more: dict[str, Any] = {key: setting, "attn_implementation": "eager"}
+    if setting:
+        more |= {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+        more["num_hidden_layers"] = 4
+    folder, run = tmp_path / "theirs", tmp_path / "run"
+    theirs = Theirs(kind, 0, folder, "Model", **more)
+    require_theirs(theirs, folder, run, "Model")
+    assert not load_checkpoint(run).model.config.causal
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"architectures": ["LlamaForQuestionAnswering"]}, r'is \["LlamaForQuestionAnswering"\]'),
+        (
+            {"architectures": ["LlamaEncoderModel"]},
+            "begin with Llama and end with ForCausalLM, For",
+        ),
+        ({"architectures": ["LlamaForCausalLM"]}, "the tensor lm_head.weight is missing"),
+    ],
+)
+def test_classes_that_are_not_carried_are_refused(
+    record: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "theirs"
+    Theirs("llama", 0, folder, "Model", tie_word_embeddings=False)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    write(folder / "config.json", {**config, **record})
+    with pytest.raises(InputError, match=message):
+        import_pretrained(folder, tmp_path / "run")
+
+
+def test_classes_of_transformers_are_known() -> None:
+    """The stems of the table are those of transformers."""
+    for family in FAMILIES.values():
+        for stem in family.stems.split():
+            assert hasattr(transformers, f"{stem}Model") or stem == "Gemma3"
