@@ -119,7 +119,11 @@ Examples:
     type=FILE,
     help="Sentences, one per line. Default: the checkpoint's validation samples.",
 )
-@_compared("--target", type=FILE, help="Translations of --text, to compare BLEU and perplexity.")
+@_compared(
+    "--target",
+    type=FILE,
+    help="Translations of --text, for BLEU; of an embedder, the lines that --text looks for.",
+)
 @_compared("--self-test", is_flag=True, help="Plant faults in copies; each must be caught.")
 @_compared(
     "--cross-check",
@@ -154,7 +158,7 @@ def verify(bundle_folder: Path, **options: Any) -> None:
     of_torch = ("text", "target", "self_test", "cross_check", "batch_rows", *search)
     reason = "without torch only the recorded answers are compared"
     require_option(options, "checkpoint", for_options=of_torch, reason=reason)
-    require_option(options, "text", for_options=["target"], reason="it translates the text")
+    require_option(options, "text", for_options=["target"], reason="it belongs to the text")
     require_option(options, "certify", for_options=["sign"], reason="it signs the certificate")
     from transferry.build_model.checkpoint_folder import is_pretrained
     from transferry.export.report.write import write_report

@@ -32,7 +32,7 @@ from transferry.export.checks.searches import (
     whole_searches,
 )
 from transferry.export.checks.task_metrics import task_metrics
-from transferry.export.checks.tasks import ServedTasks
+from transferry.export.checks.tasks import ServedTasks, encoder_tasks
 from transferry.export.checks.texts import calibrated, feeding, given_answers
 from transferry.export.checks.weights import ANOTHER, WEIGHTS, weights_claim
 from transferry.export.faults.self_test import self_test
@@ -226,7 +226,8 @@ class Verification:
         if subject.decodes:
             found += self._searches()
         else:
-            tasks = ServedTasks(subject.checkpoint, oracle, self.request.texts)
+            texts = [*self.request.texts, *(self.request.targets or ())]
+            tasks = ServedTasks(subject.checkpoint, oracle, texts)
             found.append(tasks.check(bundle, subject.model, self.batches))
         if subject.calibration is not None:
             fed = partial(feeding, self.text, oracle.special)
@@ -328,13 +329,17 @@ def text_of(checkpoint: Checkpoint, request: Request) -> Text:
     """
     tokenizer, config, texts = checkpoint.tokenizer, checkpoint.model.config, request.texts
     special, targets = tokenizer.special, request.targets
-    if targets is not None and (len(targets) != len(texts) or not config.encoder_layers):
+    embeds = not config.decoder_layers and encoder_tasks(checkpoint)[0] == "embed"
+    lines = [*texts, *(targets or () if embeds else ())]
+    if targets is not None and (
+        len(targets) != len(texts) or not (embeds or config.architecture == "encoder-decoder")
+    ):
         raise InputError(
-            f"expected a target for each of {len(texts)} texts of an encoder-decoder, found "
-            f"{len(targets)} for a model that is {config.architecture}"
+            f"expected a target for each of {len(texts)} texts of an encoder-decoder or of a model "
+            f"that embeds, found {len(targets)} for a model that is {config.architecture}"
         )
     sources = [
-        source_of(text, tokenizer, config, number) for number, text in enumerate(texts, start=1)
+        source_of(text, tokenizer, config, number) for number, text in enumerate(lines, start=1)
     ]
     if checkpoint.head is not None and checkpoint.head.task == "classify" and special.joins_pairs:
         # Pairs too: each text with the next.
@@ -346,7 +351,7 @@ def text_of(checkpoint: Checkpoint, request: Request) -> Text:
     fed = None
     if not config.encoder_layers:
         fed = [special.wrap(tokenizer.encode(text)) for text in texts]
-    elif targets is not None:
+    elif targets is not None and not embeds:
         encoded = [tokenizer.encode_target(target) for target in targets]
         fed = [[special.bos_id, *tokens, special.eos_id] for tokens in encoded]
     generation, search = default_generation(checkpoint), request.search

@@ -24,12 +24,23 @@ class TaskBudget:
         bleu: Points of sacreBLEU.
         perplexity: Relative change of the perplexity.
         choice: How far below torch's token a preferred one may be, in nats.
+        cosine: Distance of the mean cosine of vectors to torch's from 1; of the least one,
+            `LEAST` times that.
+        neighbours: Share of texts whose nearest neighbour may change.
+        ranks: Distance of the rank correlation of scores or similarities from 1.
+        labels: Share of labels that may change.
+        found: Loss in nDCG@10 of a search with vectors.
     """
 
     choices: float
     bleu: float
     perplexity: float
     choice: float
+    cosine: float = math.inf
+    neighbours: float = math.inf
+    ranks: float = math.inf
+    labels: float = math.inf
+    found: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -84,14 +95,23 @@ class Precision:
 
 # In float32 every different token must be a tie, so any share of them passes.
 FLOAT32 = Precision("float32", TaskBudget(math.inf, math.inf, math.inf, math.inf), slowness=2)
-WEIGHT_ONLY = Precision(
-    "int8-weights", TaskBudget(0.02, 0.3, 0.02, 2.0), slowness=3, weights_only=True
+EIGHT_BITS = TaskBudget(0.02, 0.3, 0.02, 2.0, 0.005, 0.07, 0.005, 0.05, 0.005)
+WEIGHT_ONLY = Precision("int8-weights", EIGHT_BITS, slowness=3, weights_only=True)
+FLOAT16 = Precision(
+    "float16",
+    TaskBudget(0.001, 0.1, 0.001, 0.1, 1e-4, 0.02, 1e-4, 0.01, 0.001),
+    epsilon=2.0**-10,
+    most=0.5,
 )
-FLOAT16 = Precision("float16", TaskBudget(0.001, 0.1, 0.001, 0.1), epsilon=2.0**-10, most=0.5)
-BFLOAT16 = Precision("bfloat16", TaskBudget(0.01, 0.3, 0.01, 1.0), epsilon=2.0**-7, most=2.0)
+BFLOAT16 = Precision(
+    "bfloat16",
+    TaskBudget(0.01, 0.3, 0.01, 1.0, 0.002, 0.05, 0.002, 0.02, 0.003),
+    epsilon=2.0**-7,
+    most=2.0,
+)
 INT8 = Precision(
     "int8",
-    TaskBudget(0.02, 0.3, 0.02, 2.0),
+    EIGHT_BITS,
     most=2.0,
     integers=True,
     calibrated=True,
@@ -100,7 +120,7 @@ INT8 = Precision(
 # Fewer bits are faster, but not 4 with one row alone.
 INT4 = Precision(
     "int4",
-    TaskBudget(0.05, 1.0, 0.05, 3.0),
+    TaskBudget(0.05, 1.0, 0.05, 3.0, 0.02, 0.15, 0.02, 0.1, 0.01),
     most=2.0,
     slowness=1,
     integers=True,

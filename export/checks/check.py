@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from transferry.export.oracle.teacher_forcing import TeacherForcing
 from transferry.runtime.decoding.hypothesis import Hypothesis
@@ -22,6 +23,7 @@ from transferry.runtime.proof.compare import STAGES, Case, Comparison, Tolerance
 from transferry.runtime.proof.report import CheckTime, Claim, CrossCheck, Decisions
 
 Pairs = list[tuple[Hypothesis, Hypothesis]]
+Results = list[tuple[NDArray[np.float64], NDArray[np.float64]]]
 # Told the steps finished and their total.
 Progress = Callable[[int, int], None]
 INDEPENDENCE = " alone and in "  # in the name of a case that is compared with its batch
@@ -38,6 +40,8 @@ class Findings:
         runtimes: Results of other runtimes.
         failing: Cases in which a tensor is wrong.
         best: The best answers of torch as trained and of the subject, by search.
+        vectors: Of torch as trained and of the subject, a pair for each row.
+        scores: Likewise, scores that choose no label.
         forcing: Errors and margins on given answers; empty without any.
         steps: Cases and rows compared.
         times: Time of the checks so far, by kind.
@@ -49,6 +53,8 @@ class Findings:
     runtimes: list[CrossCheck] = field(default_factory=list)
     failing: list[Case] = field(default_factory=list)
     best: dict[str, Pairs] = field(default_factory=dict)
+    vectors: Results = field(default_factory=list)
+    scores: Results = field(default_factory=list)
     forcing: TeacherForcing = field(default_factory=TeacherForcing)
     steps: int = 0
     times: dict[str, CheckTime] = field(default_factory=dict)
@@ -61,6 +67,8 @@ class Findings:
         self.runtimes += found.runtimes
         self.failing += found.failing
         self.best |= found.best
+        self.vectors += found.vectors
+        self.scores += found.scores
         self.forcing = found.forcing if found.forcing.tokens else self.forcing
         self.steps += found.steps
         for time_ in found.times.values():

@@ -1,18 +1,36 @@
-"""Effect of the differences on token agreement and BLEU."""
+"""Effect of the differences on answers: tokens, BLEU, labels, vectors and scores."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
 from sacrebleu.metrics.bleu import BLEU as CorpusBLEU
 from sacrebleu.significance import PairedTest, Result
 
-from transferry.export.checks.check import Findings
+from transferry.export.checks.check import Findings, Results
+from transferry.export.oracle.teacher_forcing import kept_share
 from transferry.runtime.decoding.hypothesis import Hypothesis
 from transferry.runtime.precision import TaskBudget
-from transferry.runtime.proof.report import AGREEMENT, BLEU, TaskMetric
+from transferry.runtime.proof.report import (
+    AGREEMENT,
+    BLEU,
+    COSINE,
+    LEAST_COSINE,
+    NDCG,
+    NEIGHBOURS,
+    RANKS,
+    TaskMetric,
+)
 from transferry.runtime.tokenizer.byte_pair import AnyTokenizer
+
+LEAST = 4  # distance of the least cosine from 1, in units of the mean one's limit
+MOST_VECTORS = 2000  # compared with one another: 4 million similarities
+CUT = 10  # results of a search that count
+
+Floats = NDArray[np.float64]
 
 
 def task_metrics(
@@ -29,14 +47,16 @@ def task_metrics(
         budget: The largest changes that pass.
         tokenizer: Decodes answers.
         fed: Given answers, whose perplexity is reported.
-        targets: Reference answers.
+        targets: Reference answers; of a model that embeds, the text that each text looks for.
     """
     forcing = found.forcing
+    metrics = vector_metrics(found.vectors, budget, searched=targets is not None)
+    metrics += score_metrics(found.scores, budget)
     if not forcing.tokens:
-        return []
-    metrics = [forcing.choices(budget.choices), forcing.worst_choice(budget.choice)]
-    if not found.best:  # without a decoder: of the tokens that are filled in
         return metrics
+    metrics += [forcing.choices(budget.choices), forcing.worst_choice(budget.choice)]
+    if not found.best:  # without a decoder: of labels, or of the tokens that are filled in
+        return [*metrics, forcing.labels(budget.labels)]
     metrics.append(token_agreement(found.best["greedy"]))
     if targets is not None:
         metrics += [
@@ -84,3 +104,82 @@ def translation(
         assert isinstance(found_score, Result)
         p_value = float(found_score.p_value or 0.0)
     return TaskMetric(f"{BLEU} {search}", reference, found, loss, budget, p_value)
+
+
+def score_metrics(scores: Results, budget: TaskBudget) -> list[TaskMetric]:
+    """Returns the metric of scores that choose no label, that of the worst score; none without."""
+    columns = [np.stack(side, axis=1) for side in zip(*scores, strict=True)]
+    each = [_correlation(*pair, limit=budget.ranks) for pair in zip(*columns, strict=True)]
+    return sorted(each, key=lambda metric: metric.found)[:1]
+
+
+def vector_metrics(vectors: Results, budget: TaskBudget, *, searched: bool) -> list[TaskMetric]:
+    """Returns the metrics of vectors; none without.
+
+    Args:
+        vectors: Those of torch as trained and of the variant, of each text.
+        budget: The largest changes that pass.
+        searched: Whether each text of the first half looks for one of the second half.
+    """
+    if not vectors:
+        return []
+    different = {meant.tobytes(): (meant, found) for meant, found in vectors}
+    units = [_unit(np.stack(side)) for side in zip(*different.values(), strict=True)]
+    cosines = (units[0] * units[1]).sum(axis=1)
+    means = float(cosines.mean()), float(cosines.min())
+    limits = budget.cosine, LEAST * budget.cosine
+    metrics = [
+        TaskMetric(name, 1.0, value, 1.0 - value, limit)
+        for name, value, limit in zip((COSINE, LEAST_COSINE), means, limits, strict=True)
+    ]
+    if len(cosines) > 2:
+        alike = [unit[:MOST_VECTORS] @ unit[:MOST_VECTORS].T for unit in units]
+        pairs = np.tril_indices(len(alike[0]), -1)
+        for each in alike:
+            np.fill_diagonal(each, -np.inf)
+        wanted, nearest = (each.argmax(axis=1) for each in alike)
+        kept = int((wanted == nearest).sum())
+        metrics.append(kept_share(NEIGHBOURS, kept, len(wanted), budget.neighbours))
+        metrics.append(_correlation(*(each[pairs] for each in alike), limit=budget.ranks))
+    return [*metrics, *([_retrieval(vectors, budget.found)] if searched else [])]
+
+
+def _unit(vectors: Floats) -> Floats:
+    lengths: Floats = np.linalg.norm(vectors, axis=1, keepdims=True)
+    return vectors / np.where(lengths > 0, lengths, 1.0)
+
+
+def _correlation(wanted: Floats, found: Floats, *, limit: float) -> TaskMetric:
+    """Returns Spearman's rank correlation, equal values sharing their mean rank."""
+    one, other = (_ranks(side) for side in (wanted, found))
+    size = math.sqrt(float((one @ one) * (other @ other)))
+    value = float(one @ other) / size if size else float(not one.any() and not other.any())
+    return TaskMetric(RANKS, 1.0, value, 1.0 - value, limit)
+
+
+def _ranks(values: Floats) -> Floats:
+    """Returns the ranks of values less their mean; NaN if one is NaN."""
+    _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ranks: Floats = (counts.cumsum() - (counts - 1) / 2)[places] - (len(values) + 1) / 2
+    return ranks if np.isfinite(values).all() else np.full(len(values), np.nan)
+
+
+def _retrieval(pairs: Results, budget: float) -> TaskMetric:
+    """Returns the loss in nDCG@10 of a search for each text's target among all targets.
+
+    Jaervelin and Kekaelaeinen 2002, Cumulated Gain-Based Evaluation of IR Techniques; with one
+    right result it is 1 / log2(1 + rank).
+    """
+    count = len(pairs) // 2
+    targets = [meant.tobytes() for meant, _ in pairs[count:]]
+    documents = {target: place for place, target in enumerate(dict.fromkeys(targets))}
+    right = np.array([documents[target] for target in targets])
+    first = [targets.index(target) for target in documents]
+    gains = []
+    for vectors in (np.stack(side) for side in zip(*pairs, strict=True)):
+        unit = _unit(vectors)
+        scores = unit[:count] @ unit[count:][first].T
+        ranks = 1 + (scores > scores[np.arange(count), right][:, None]).sum(axis=1)
+        gains.append(np.where(ranks <= CUT, 1 / np.log2(1 + ranks), 0.0))
+    reference, found = (float(each.mean()) for each in gains)
+    return TaskMetric(NDCG, reference, found, max(0.0, reference - found), budget)

@@ -59,6 +59,7 @@ class Expected:
         truth: torch's tensors, in float64, and its errors.
         values: Numbers of results, in float64, and torch's own error, by name.
         choices: Scores to choose from, of each side of torch, as trained last.
+        meant: The vector or scores of torch as trained that reduced precision is judged by.
     """
 
     row: Row
@@ -66,6 +67,7 @@ class Expected:
     truth: Truth
     values: Mapping[str, tuple[Floats, float]]
     choices: Sequence[Floats]
+    meant: Floats
 
 
 # Further settings of a task, tried on a few rows.
@@ -209,6 +211,19 @@ def _most(model: EncoderModel, batches: BatchOptions) -> int:
     return max(1, min(batches.tokens, model.batches.tokens) // batches.rows)
 
 
+def encoder_tasks(checkpoint: Checkpoint) -> list[str]:
+    """Returns the tasks of an encoder-only model, the one that reads every text first."""
+    head, mask_id = checkpoint.head, checkpoint.tokenizer.special.mask_id
+    tasks = ["embed"]
+    if checkpoint.model.config.lm_head and mask_id is not None:
+        tasks = ["fill-mask", "embed"]
+    if head is not None and head.task != "embed":
+        tasks = [head.task, *tasks]
+    if head is not None and head.task == "classify" and len(head.labels) == 1:
+        tasks.append("rank")
+    return tasks
+
+
 class ServedTasks:
     """The check of every task of an encoder-only model.
 
@@ -221,15 +236,7 @@ class ServedTasks:
         """Takes torch's side and texts; without texts, words of random tokens are read."""
         self.inputs = Inputs(checkpoint, texts)
         self.oracle, self.judges = oracle, bool(texts)
-        self.head, special = checkpoint.head, checkpoint.tokenizer.special
-        fills = oracle.config.lm_head and special.mask_id is not None
-        tasks = ["fill-mask", "embed"] if fills else ["embed"]
-        if self.head is not None and self.head.task != "embed":
-            tasks = [self.head.task, *tasks]
-        ranks = self.head is not None and self.head.task == "classify"
-        if ranks and len(self.inputs.head.labels) == 1:
-            tasks.append("rank")
-        self.tasks = tasks
+        self.head, self.tasks = checkpoint.head, encoder_tasks(checkpoint)
         self.main = self.runs = self.tasks[0]
         if self.main == "tag" and not self.inputs.has_places:
             # No host can serve tags then: the head is judged in the batches of `embed`.
@@ -256,7 +263,7 @@ class ServedTasks:
                 if task == self.main:
                     self._choose(number, each, serving.served.get(each.row.ids, ()), forcing, tally)
                     number += 1
-                    yield Findings(steps=1)
+                    yield Findings(steps=1, **self._results(each, serving))
         if self.judges and forcing.tokens:
             yield Findings(forcing=forcing)
             yield Findings(decisions=[tally.decisions()])
@@ -344,7 +351,28 @@ class ServedTasks:
         if self.oracle.rounds:
             trained = observe(self.oracle.trained.encoder, case)
         choices = [self._scores(row, tensors) for tensors in (*sides, trained)]
-        return Expected(row, case, truth(case, *sides, least=least), values, choices)
+        given = row, case, truth(case, *sides, least=least), values, choices
+        return Expected(*given, self._judged(trained))
+
+    def _judged(self, tensors: Tensors) -> Floats:
+        """Returns the vector or scores that no choice is made by; empty where labels are chosen."""
+        if self.main == "embed":
+            return self.inputs.values(tensors)["vector"]
+        head = self.head
+        if head is None or (head.probabilities != "none" and len(head.labels) > 1):
+            return np.zeros(0)
+        scores: Floats = tensors["head"][0].astype(np.float64).ravel()
+        return scores
+
+    def _results(self, row: Expected, serving: _Serving) -> dict[str, Any]:
+        """Returns the judged numbers of a row beside those of its worst repetition."""
+        meant, served = row.meant, serving.served.get(row.row.ids)
+        if not (self.judges and meant.size and served):
+            return {}
+        found = [self._judged(tensors) for tensors in served]
+        errors = [float(np.abs(one - meant).max()) for one in found]
+        worst = found[int(np.argmax(errors))]  # unlike max(), argmax finds NaN
+        return {"vectors" if self.main == "embed" else "scores": [(meant, worst)]}
 
     def _scores(self, row: Row, tensors: Tensors) -> Floats:
         """Returns the scores among which tokens or labels are chosen `[choices, options]`."""

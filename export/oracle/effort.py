@@ -80,20 +80,21 @@ class Effort:
     def at_export(cls, model: Transformer, batches: BatchOptions) -> Effort:
         """Returns how much export checks of a variant that is served in such batches."""
         config, tokens = model.config, JUDGED_WORK / parameters(model)
-        quarter = tokens / 4
+        quarter, decodes = tokens / 4, bool(model.config.decoder_layers)
         positions = _between(16, quarter / SIZES_COST, config.max_positions)
         longest = _between(SHORTEST_ANSWER, quarter / JUDGED_COST / 8, LONGEST_ANSWER)
         return cls(
             positions,
             config.vocabulary_size + config.source_vocabulary <= quarter,
             longest,
-            _between(4, quarter / JUDGED_COST / longest, JUDGED_ROWS),
+            # A text that is only read costs its tokens, and fewer texts judge nothing.
+            _between(4, quarter / JUDGED_COST / longest, JUDGED_ROWS) if decodes else JUDGED_ROWS,
             _between(16, quarter / BATCH_COST, batches.rows),
             anew=False,
             # Each reads every weight about five times, however few its tokens are; that takes as
             # long as computing some 30 tokens.
             most_cases=max(8, int(quarter / 32)),
-            loss=quarter / JUDGED_COST >= JUDGED_TOKENS,
+            loss=not decodes or quarter / JUDGED_COST >= JUDGED_TOKENS,
         )
 
     def cases(

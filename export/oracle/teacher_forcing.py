@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import exp, fsum, lgamma, log, log1p
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from transferry.runtime.decoding.logits import log_sum_exp
 from transferry.runtime.proof.report import (
     CHOICES,
     EQUIVALENT,
+    LABELS,
     PERPLEXITY,
     WORST_CHOICE,
     Growth,
@@ -53,7 +55,7 @@ class TeacherForcing:
         self.error = 0.0
         self.tokens = 0
         self.losses = np.zeros(2)
-        self.equivalent = 0
+        self.equivalent = self.kept = 0
         self.furthest = 0.0  # in nats
 
     def add(
@@ -101,6 +103,7 @@ class TeacherForcing:
         preferred = judged.argmax(axis=1)
         lost = meant.max(axis=1) - meant[np.arange(places), preferred]
         self.equivalent += int((lost <= EQUIVALENT).sum())
+        self.kept += int((lost <= 0).sum())
         self.furthest = float(np.maximum(self.furthest, lost.max()))
 
     def growth(self) -> list[Growth]:
@@ -121,6 +124,10 @@ class TeacherForcing:
         share = self.equivalent / self.tokens
         return TaskMetric(CHOICES, 1.0, share, 1.0 - share, budget)
 
+    def labels(self, budget: float) -> TaskMetric:
+        """Returns the share of positions at which the preferred label is the best."""
+        return kept_share(LABELS, self.kept, self.tokens, budget)
+
     def worst_choice(self, budget: float) -> TaskMetric:
         """Returns how far below the best token a preferred one is, in nats of the trained model."""
         return TaskMetric(WORST_CHOICE, 0.0, self.furthest, self.furthest, budget)
@@ -129,3 +136,18 @@ class TeacherForcing:
         """Returns the change of the perplexity (exp of the mean loss)."""
         reference, found = np.exp(self.losses / self.tokens).tolist()
         return TaskMetric(PERPLEXITY, reference, found, abs(found / reference - 1), budget)
+
+
+def kept_share(measure: str, kept: int, number: int, budget: float) -> TaskMetric:
+    """Returns the share of results that stayed as they were.
+
+    Of few results chance alone may lose more than the budget: the p-value is the probability of as
+    many losses where each result is lost with probability `budget` (exact binomial test).
+    """
+    lost, p_value = number - kept, 0.0
+    if lost > budget * number:
+        ways = (lgamma(number + 1) - lgamma(k + 1) - lgamma(number - k + 1) for k in range(lost))
+        odds = log(budget), log1p(-budget)
+        below = (exp(w + k * odds[0] + (number - k) * odds[1]) for k, w in enumerate(ways))
+        p_value = max(0.0, 1 - fsum(below))
+    return TaskMetric(measure, 1.0, kept / number, lost / number, budget, p_value)

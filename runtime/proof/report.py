@@ -17,6 +17,8 @@ from transferry.runtime.proof.compare import STAGES, Comparison, Tolerance
 SCHEMA = 5
 AGREEMENT, BLEU, PERPLEXITY = "token agreement", "sacreBLEU", "perplexity"
 CHOICES, WORST_CHOICE = "equivalent choices", "worst choice"
+COSINE, LEAST_COSINE, NEIGHBOURS = "mean cosine", "least cosine", "nearest neighbours"
+RANKS, LABELS, NDCG = "rank correlation", "label agreement", "nDCG@10"
 # Two tokens so close, in nats, are equally good to the trained model.
 EQUIVALENT = 0.1
 CHANCE = 0.05  # p-value from which a loss may be chance
@@ -124,8 +126,8 @@ class TaskMetric:
         measure: "token agreement" of the greedy answers with torch's (a share); "sacreBLEU" of a
             search; on given answers "perplexity", "equivalent choices" (share of positions at which
             the preferred token is at most `EQUIVALENT` nats below torch's) and "worst choice" (the
-            largest such distance, in nats).
-        reference: torch's value; 1 for shares, 0 for the worst choice.
+            largest such distance, in nats). Of vectors, scores and labels those of docs/parity.md.
+        reference: torch's value; 1 for shares and correlations, 0 for the worst choice.
         found: The bundle's value.
         change: Distance of the two, relative for perplexity.
         budget: The largest change that passes; infinity for no limit.
@@ -145,11 +147,15 @@ class TaskMetric:
         return self.change <= self.budget or self.p_value >= CHANCE
 
     def __str__(self) -> str:
-        scale, unit = (1, " points") if self.measure.startswith(BLEU) else (100, " %")
+        scale = 1 if self.measure.startswith(BLEU) else 100
+        unit = " points" if scale == 1 or self.measure == NDCG else " %"
         limit = f"limit {scale * self.budget:g}{unit}"
-        if self.measure in (AGREEMENT, CHOICES):
+        if self.measure in (AGREEMENT, CHOICES, NEIGHBOURS, LABELS):
             found = f"{self.measure.capitalize()} {100 * self.found:.6g} %"
             limit = f"at least {100 * (1 - self.budget):g} %"
+        elif self.measure in (COSINE, LEAST_COSINE, RANKS):
+            found = f"{self.measure.capitalize()} {self.found:.5g}"
+            limit = f"at least {1 - self.budget:g}"
         elif self.measure == WORST_CHOICE:
             found = f"Worst choice {self.found:.2g} nats below torch's"
             limit = f"limit {self.budget:g}"
@@ -391,8 +397,9 @@ class ParityReport:
             return f"{cause}; all else passed" if len(self.faults) == 1 else cause
         if len(self.faults) == lost:
             variant = self.settings.get("variant", "its precision")
+            losses = ", ".join(item.measure for item in self.task_metrics if not item.passed)
             return (
-                f"computes {variant} as intended, but rounding costs this model too much: choose "
+                f"computes {variant} as intended, but rounding costs too much ({losses}): choose "
                 "another variant, export --calibrate with text like yours, or train longer"
             )
         return "does not answer as torch does; do not deploy it"

@@ -12,7 +12,14 @@ import pytest
 
 from tests.export.conftest import verified
 from transferry.build_model.checkpoint import Checkpoint
-from transferry.export.checks.task_metrics import token_agreement, translation
+from transferry.export.checks.check import Results
+from transferry.export.checks.task_metrics import (
+    score_metrics,
+    token_agreement,
+    translation,
+    vector_metrics,
+)
+from transferry.export.oracle.teacher_forcing import kept_share
 from transferry.export.recipes import RECIPES
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.manifest import MANIFEST
@@ -20,9 +27,19 @@ from transferry.runtime.bundle.specs import PORTABLE
 from transferry.runtime.decoding.hypothesis import Hypothesis
 from transferry.runtime.errors import InputError
 from transferry.runtime.io.whole import sha256
-from transferry.runtime.precision import Precision
+from transferry.runtime.precision import FLOAT32, INT8, Precision
 from transferry.runtime.proof.compare import Tolerance
-from transferry.runtime.proof.report import Claim, ParityReport, TaskMetric
+from transferry.runtime.proof.report import (
+    COSINE,
+    LABELS,
+    LEAST_COSINE,
+    NDCG,
+    NEIGHBOURS,
+    RANKS,
+    Claim,
+    ParityReport,
+    TaskMetric,
+)
 
 WEIGHTS = "portable/weights.bin"
 
@@ -123,6 +140,60 @@ def test_a_loss_that_may_be_chance_passes(checkpoint: Checkpoint, texts: list[st
         metric = translation(tokenizer, "greedy", both, texts[:8], 0.3)
         assert metric.change > 0.3
         assert (metric.passed, metric.p_value >= 0.05) == (passed, passed)
+
+
+def vectors(count: int, noise: float, seed: int = 0) -> Results:
+    """Random vectors, and the same with noise."""
+    rng = np.random.default_rng(seed)
+    exact = rng.normal(size=(count, 24))
+    return list(zip(exact, exact + noise * rng.normal(size=exact.shape), strict=True))
+
+
+@pytest.mark.parametrize(("noise", "lossy"), [(0.02, False), (0.3, True), (np.nan, True)])
+def test_vectors_are_limited(noise: float, lossy: bool) -> None:
+    metrics = vector_metrics(vectors(100, noise), INT8.task, searched=False)
+    assert [each.measure for each in metrics] == [COSINE, LEAST_COSINE, NEIGHBOURS, RANKS]
+    assert {each.passed for each in metrics} == {not lossy}
+    assert all(each.passed for each in vector_metrics(vectors(9, 0), FLOAT32.task, searched=False))
+
+
+def test_neighbours_are_those_of_different_texts() -> None:
+    """Of four texts, one twice: in the variant the last one is nearest to the second."""
+    exact = [np.array(each, float) for each in ([1, 0], [1, 0.1], [0, 1], [0.2, 1], [0, 1])]
+    found = [*exact[:3], np.array([1, 0.2]), exact[4]]
+    metrics = vector_metrics(list(zip(exact, found, strict=True)), INT8.task, searched=False)
+    (kept,) = (each for each in metrics if each.measure == NEIGHBOURS)
+    assert (kept.found, kept.passed) == (0.5, False)
+
+
+def test_a_share_of_few_may_be_lost_by_chance() -> None:
+    """Two or more of 20 where 5 % may be lost: 1 - 0.95^20 - 20 * 0.05 * 0.95^19."""
+    expected = 1 - 0.95**20 - 0.95**19
+    assert kept_share(LABELS, 18, 20, 0.05).p_value == pytest.approx(expected)
+    assert [kept_share(LABELS, kept, 20, 0.05).passed for kept in (19, 18, 14)] == [True] * 2 + [
+        False
+    ]
+
+
+def test_the_rank_correlation_is_spearmans() -> None:
+    """Deviations of the ranks: -2 -.5 -.5 1 2 and -2 1 -.5 -.5 2; of two scores the worse one's."""
+    one, other = [1.0, 2.0, 2.0, 4.0, 5.0], [1.0, 3.0, 2.0, 2.0, 9.0]
+    pairs = [(np.array([a, a]), np.array([a, b])) for a, b in zip(one, other, strict=True)]
+    (metric,) = score_metrics(pairs, INT8.task)
+    assert metric.found == pytest.approx(7.25 / 9.5)
+    assert not metric.passed
+    assert score_metrics([], INT8.task) == []
+
+
+def test_a_search_loses_the_gain_of_targets_found_later() -> None:
+    """Four texts look for three different targets; the variant puts one of them second."""
+    axes = np.eye(3)
+    meant = [*axes, axes[2], *axes, axes[2]]
+    found = [axes[0] + 2 * axes[1], *meant[1:]]
+    metrics = vector_metrics(list(zip(meant, found, strict=True)), INT8.task, searched=True)
+    (loss,) = (each for each in metrics if each.measure == NDCG)
+    assert (loss.reference, loss.passed) == (1.0, False)
+    assert loss.change == pytest.approx((1 - 1 / np.log2(3)) / 4)
 
 
 def test_what_cannot_be_measured_does_not_pass() -> None:

@@ -1,28 +1,36 @@
 """Tasks of an encoder-only model in batches: wrong batches and wrong results are seen."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.export.conftest import opened
 from tests.export.faults.bundles import Side, bundle_test, side_of
 from transferry.export.checks.check import Findings, prove
+from transferry.export.checks.task_metrics import task_metrics
 from transferry.export.checks.tasks import ServedTasks
 from transferry.export.faults import self_test
 from transferry.export.faults.variant_faults import batch_faults
 from transferry.export.oracle.oracle import Oracle
 from transferry.export.oracle.results import RESULTS
+from transferry.export.torch_model import TorchDecoder
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.tasks import embed, fill_mask
 from transferry.runtime.engine.tasks.table import TASKS
 from transferry.runtime.ort.encoder import EncoderModel
+from transferry.runtime.precision import INT8
 from transferry.runtime.proof.compare import Tolerance
 from transferry.runtime.proof.recorded import verify_recorded
+from transferry.runtime.proof.report import COSINE, LABELS, LEAST_COSINE, RANKS
 
+JUDGED = {"embed": {COSINE, LEAST_COSINE, RANKS}, "fill-mask": {LABELS}}
+TEXTS = [f"the {one} {other}" for one in ("cat", "dog", "old man") for other in ("sat", "ran off")]
 OF_DECODERS = {"generate", "score"}  # checks/searches.py and checks/scores.py
 
 
@@ -59,6 +67,25 @@ def test_an_honest_bundle_passes(found: Callable[[], Findings]) -> None:
     }
     (decisions,) = findings.decisions
     assert (decisions.search, decisions.rows, decisions.passed) == ("fill-mask", 2, True)
+
+
+@pytest.mark.parametrize("main", ["embed", "fill-mask"])
+def test_a_loss_against_the_model_as_trained_is_limited(main: str, side: Side) -> None:
+    """Where torch as trained has other weights, an honest bundle has lost that much."""
+    checkpoint, bundle, _ = side
+    special, trained = checkpoint.tokenizer.special, deepcopy(checkpoint.model)
+    with torch.no_grad():
+        trained.embedding.weight += 0.3 * torch.randn_like(trained.embedding.weight)
+    honest = Oracle.of(checkpoint.model, special, Tolerance())
+    lossy = replace(honest, trained=TorchDecoder(trained), rounds=True)
+    for oracle, passed in ((honest, True), (lossy, False)):
+        tasks = ServedTasks(checkpoint, oracle, TEXTS)
+        tasks.main = tasks.runs = main
+        model = opened(bundle, "portable")
+        assert isinstance(model, EncoderModel)
+        found = prove([tasks.check(bundle, model, model.batches)])
+        metrics = task_metrics(found, INT8.task, checkpoint.tokenizer)
+        assert {each.passed for each in metrics if each.measure in JUDGED[main]} == {passed}
 
 
 @pytest.mark.parametrize("fault", batch_faults(), ids=lambda fault: fault.kind)
