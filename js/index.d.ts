@@ -251,7 +251,7 @@ export class Engine {
   embed(
     texts: Iterable<string>,
     options?: {
-      pooling?: "mean" | "first";
+      pooling?: "mean" | "first" | "last";
       normalise?: boolean;
       prompt?: string;
       longRows?: "error" | "truncate";

@@ -72,7 +72,7 @@ class Expected:
 
 # Further settings of a task, tried on a few rows.
 OTHERWISE: Mapping[str, Sequence[Mapping[str, Any]]] = {
-    "embed": [{"pooling": "mean", "normalise": True}, {"pooling": "first"}],
+    "embed": [{"pooling": "mean", "normalise": True}, {"pooling": "first"}, {"pooling": "last"}],
     "tag": [{"aggregation": each} for each in ("simple", "first", "average", "max")],
     "fill-mask": [{"top": 1}],
 }

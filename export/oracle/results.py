@@ -173,7 +173,8 @@ def _vector(inputs: Inputs, tensors: Tensors, pooling: str | None, *, normalise:
         vector = vector[: inputs.head.width or len(vector)]
     else:
         hidden = tensors["hidden"][0].astype(np.float64)
-        vector = hidden[0] if pooling == "first" else hidden.sum(axis=0) / len(hidden)
+        place = {"first": 0, "last": -1}.get(pooling or "")
+        vector = hidden.sum(axis=0) / len(hidden) if place is None else hidden[place]
     if normalise:
         vector = vector / (math.sqrt(math.fsum(each * each for each in vector)) or 1.0)
     found: Floats = vector

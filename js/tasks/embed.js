@@ -10,13 +10,13 @@ import { headLimits } from "./classify.js";
  *
  * @param {object} engine see engine.js
  * @param {string} text
- * @param {object} [options] pooling: "mean" over all tokens or the "first" one; normalise: to length
+ * @param {object} [options] pooling: "mean" over all tokens, the "first" or the "last"; normalise: to length
  *   1; prompt: name of a text of the bundle's to put before it; longRows: "error" or "truncate"
  */
 export function embed(engine, text, { pooling, normalise = false, prompt, longRows } = {}) {
   if (engine.decoder) throw new UsageError("the bundle generates and embeds nothing");
-  if (![undefined, "mean", "first"].includes(pooling)) {
-    throw new UsageError(`pooling must be mean or first, found ${pooling}`);
+  if (![undefined, "mean", "first", "last"].includes(pooling)) {
+    throw new UsageError(`pooling must be mean, first or last, found ${pooling}`);
   }
   const { head } = engine.bundle.manifest;
   const { prompts = {}, default_prompt: usual = "" } = head ?? {};
@@ -32,10 +32,11 @@ export function embed(engine, text, { pooling, normalise = false, prompt, longRo
     const { data, dims } = await encodeIds(engine, ids, whole ? "head" : "hidden");
     const all = dims.at(-1);
     const width = (whole && head.width) || all;
-    const count = whole || pooling === "first" ? 1 : ids.length;
+    const count = whole || pooling === "first" || pooling === "last" ? 1 : ids.length;
+    const from = pooling === "last" ? (ids.length - 1) * all : 0;
     const vector = new Float64Array(width);
     for (let place = 0; place < count * all; place++) {
-      if (place % all < width) vector[place % all] += data[place];
+      if (place % all < width) vector[place % all] += data[from + place];
     }
     const divisor = normalise ? Math.hypot(...vector.map((value) => value / count)) || Number.MIN_VALUE : 1;
     const found = Float32Array.from(vector, (value) => value / count / divisor);

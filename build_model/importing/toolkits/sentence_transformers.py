@@ -165,7 +165,7 @@ def read_sentence_transformers(
         settings = Settings.read(place / CONFIG, required=needed, ignored=ignored)
         files.append((MODULE, settings))
         if kind == "Pooling":
-            fields["pooling"] = _pooling(settings)
+            fields["pooling"] = _pooling(settings, texts)
         if kind == "Dense":
             settings.only("use_residual", False)
             widths.append(settings.whole("out_features"))
@@ -233,15 +233,17 @@ def _module(folder: Path, entry: Mapping[str, Any]) -> tuple[str, Path]:
     return name.rpartition(".")[2], folder / path
 
 
-def _pooling(settings: Settings) -> tuple[Pooling, ...]:
+def _pooling(settings: Settings, texts: Settings) -> tuple[Pooling, ...]:
     flags = [kind for name, kind in FLAGS.items() if settings.flag(name, False)]
     named = settings.get("pooling_mode", flags or ["mean"])
     kinds = named if isinstance(named, list) else [named]
     for kind in kinds:
         if not isinstance(kind, str) or kind not in POOLINGS:
             settings.refuse("pooling_mode", kind, " or ".join(POOLINGS))
-    # A prompt is a part of the text, as it is by default.
-    settings.only("include_prompt", True)
+    # A prompt is part of the text, as by default; the last token belongs to no prompt.
+    if set(kinds) != {"lasttoken"} and any(dict(texts.get("prompts", {})).values()):
+        settings.only("include_prompt", True)
+    settings.get("include_prompt")
     settings.get("word_embedding_dimension", settings.get("embedding_dimension"))
     return tuple(POOLINGS[kind] for kind in kinds)
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from transferry.runtime.engine.open_bundle import OpenBundle
     from transferry.runtime.engine.tasks.heads import Scores
 
-Pooling = Literal["mean", "first"]
+Pooling = Literal["mean", "first", "last"]
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,8 @@ class EmbedOptions(RowOptions):
     """Options of embed.
 
     Attributes:
-        pooling: Mean over all tokens, or the first token. Default: as the bundle's head, else mean.
+        pooling: Mean over all tokens, or the first or last token. Default: as the bundle's head,
+            else mean.
         normalise: Scale vectors to length 1.
         prompt: Name of a text of the bundle to put before each row. Default: the bundle's own.
     """
@@ -123,8 +124,8 @@ def embed(
         engine: Engine of an encoder-only bundle.
         texts: Any number of texts; an error becomes the result of its row. `Asked` has dimensions
             of its own, or token ids as a `Prompt`, which get no text and no tokens before.
-        pooling: "mean" over all tokens, special tokens included, or the "first" token. Default:
-            what the bundle's head does, else "mean".
+        pooling: "mean" over all tokens, special tokens included, the "first" token, or the "last".
+            Default: what the bundle's head does, else "mean".
         normalise: Divide each vector by its Euclidean norm.
         prompt: Name of a text of the bundle's to put before each text. Default: the bundle's.
         long_rows: Treatment of texts longer than the model's positions, or than the bundle's
@@ -207,6 +208,8 @@ class _Call(EncoderCall):
             found = found[None]
         elif self.pooling == "first":
             found = found[:1]
+        elif self.pooling == "last":
+            found = found[len(row.ids) - 1 :][:1]
         vector = found[: len(row.ids), : len(self.no_vector)].mean(axis=0, dtype=np.float64)
         vector = vector[: row.dimensions or None]
         if self.normalise:
