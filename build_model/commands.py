@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from transferry.build_model.model.config import TransformerConfig
+from transferry.build_model.model.shape import TransformerConfig
 from transferry.build_model.train.presets import PRESETS
 from transferry.build_model.train.train_config import TrainConfig
 from transferry.runtime.console.fields import Command, fields_as_options, together

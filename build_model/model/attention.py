@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from transferry.build_model.model.config import ModelConfig
-from transferry.build_model.model.norms import make_norm
+from transferry.build_model.model.composed import Composed
+from transferry.build_model.model.shape import TransformerConfig
 
 
 class KeyValues(NamedTuple):
@@ -51,24 +52,6 @@ def padding_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """
     bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
     return bias.masked_fill(~mask, -math.inf)[:, None, None, :]
-
-
-def windowed(bias: Tensor, distance: Tensor, window: int, queries: Tensor | None = None) -> Tensor:
-    """Returns M that also hides positions at a distance of `window` or more; 0 hides nothing.
-
-    Args:
-        bias: M, broadcastable to [batch, heads, queries, length].
-        distance: Of each query to each key, [queries, length] or [batch, queries, length] int64.
-        window: Positions that a token sees to either side, itself included.
-        queries: [batch, queries] bool, False at padding, to whose window there may be no token: it
-            sees all, since a softmax over nothing would be NaN. None where each sees itself.
-    """
-    if not window:
-        return bias
-    far = distance.abs() >= window
-    if queries is not None:
-        far = torch.logical_and(far, queries[:, :, None])
-    return bias.masked_fill(far if far.dim() == 2 else far[:, None], -math.inf)
 
 
 def causal_bias(
@@ -120,15 +103,12 @@ class Rotation(NamedTuple):
         return x * self.cosines + torch.cat([-second, first], dim=-1) * self.sines
 
 
-def softcapped(x: Tensor, cap: float) -> Tensor:
-    """Returns cap * tanh(x / cap), which stays below the cap; x itself where the cap is 0.
-
-    Gemma Team (2024), section 2, "Logit soft-capping".
-    """
-    return cap * torch.tanh(x / cap) if cap else x
-
-
-def attend(query: Tensor, memory: KeyValues, bias: Tensor | None, softcap: float = 0.0) -> Tensor:
+def attend(
+    query: Tensor,
+    memory: KeyValues,
+    bias: Tensor | None,
+    adjusted: Callable[[Tensor], Tensor] = lambda scores: scores,
+) -> Tensor:
     """Dot-product attention: softmax(Q K^T + M) V, eq. 1 of the paper with Q scaled already.
 
     Args:
@@ -136,7 +116,7 @@ def attend(query: Tensor, memory: KeyValues, bias: Tensor | None, softcap: float
         memory: Keys and values, [batch, kv_heads, length, d_head] each; where there are fewer of
             their heads, each serves as many neighbouring heads of the query.
         bias: M, broadcastable to [batch, heads, queries, length]; None where all is seen.
-        softcap: See `softcapped`, for Q K^T.
+        adjusted: Applied to Q K^T.
 
     Returns:
         [batch, heads, queries, d_head]
@@ -150,49 +130,49 @@ def attend(query: Tensor, memory: KeyValues, bias: Tensor | None, softcap: float
         query = query.reshape(batch, kv_heads, heads // kv_heads, queries, d_head)
         keys, values = keys[:, :, None], values[:, :, None]
         bias = bias if bias is None or bias.dim() == 2 else bias[:, None]
-    scores = softcapped(query @ keys.transpose(-2, -1), softcap)
+    scores = adjusted(query @ keys.transpose(-2, -1))
     if bias is not None:
         scores = scores + bias
     heads_out = torch.softmax(scores, dim=-1) @ values
     return heads_out.reshape(batch, heads, queries, d_head) if grouped else heads_out
 
 
-class MultiHeadAttention(nn.Module):
+class MultiHeadAttention(Composed):
     """Concat(head_1, ..., head_h) W_O with head_i = Attention(Q W_Q, K W_K, V W_V).
 
     Keys and values are made by `project` and passed in, so that self-attention, self-attention
     over a cache and cross-attention are one `forward`.
     """
 
-    def __init__(self, config: ModelConfig, layer: int = 0) -> None:
+    def __init__(self, config: TransformerConfig, layer: int = 0) -> None:
         super().__init__()
         self.d_head, self.divisor = config.d_head, config.divisor(layer)
-        self.softcap = config.attention_softcap
         wide, narrow = config.heads * config.d_head, config.kv_heads * config.d_head
         bias = config.has_bias("query_key_value")
         self.query = nn.Linear(config.d_model, wide, bias=bias)
         self.key = nn.Linear(config.d_model, narrow, bias=bias)
         self.value = nn.Linear(config.d_model, narrow, bias=bias)
         self.output = nn.Linear(wide, config.d_model, bias=config.has_bias("attention_output"))
-        self.query_norm, self.key_norm = None, None
-        if (kind := config.query_key_norm) != "none":
-            self.query_norm = make_norm(config, config.d_head if kind == "head" else wide)
-            self.key_norm = make_norm(config, config.d_head if kind == "head" else narrow)
 
     def _split(self, x: Tensor) -> Tensor:
         """[batch, length, heads * d_head] -> [batch, heads, length, d_head]."""
         return x.reshape(x.shape[0], x.shape[1], -1, self.d_head).transpose(1, 2)
 
-    def normed(self, x: Tensor, norm: nn.Module | None) -> Tensor:
-        """Normalises each head of x [batch, length, heads * d_head], or all together."""
-        if norm is None:
-            return x
-        heads: Tensor = norm(x.reshape(x.shape[0], x.shape[1], -1, norm.weight.shape[0]))  # type: ignore[index, arg-type]
-        return heads.reshape(x.shape)
+    def normed_query(self, x: Tensor) -> Tensor:
+        """Returns queries [batch, length, heads * d_head] as attention reads them."""
+        return x
+
+    def normed_key(self, x: Tensor) -> Tensor:
+        """Returns keys [batch, length, kv_heads * d_head] as attention reads them."""
+        return x
+
+    def adjusted(self, scores: Tensor) -> Tensor:
+        """Returns scores Q K^T [..., queries, length] as M is added to them."""
+        return scores
 
     def project(self, x: Tensor, rotation: Rotation | None = None) -> KeyValues:
         """Returns the keys and values of x [batch, length, d_model]."""
-        keys = self._split(self.normed(self.key(x), self.key_norm))
+        keys = self._split(self.normed_key(self.key(x)))
         return KeyValues(
             rotation.turn(keys) if rotation else keys,
             self._split(self.value(x)),
@@ -219,8 +199,8 @@ class MultiHeadAttention(nn.Module):
         # Scaling the query instead of the scores is the same product over fewer elements. Scaled
         # before it is split into heads, since onnxruntime would draw a factor right before a
         # product into it, and leaves its fast kernel for a single query then.
-        query = self._split(self.normed(self.query(x), self.query_norm) / self.divisor)
+        query = self._split(self.normed_query(self.query(x)) / self.divisor)
         turned = rotation.turn(query) if rotation else query
-        heads = attend(turned, memory, bias, self.softcap)
+        heads = attend(turned, memory, bias, self.adjusted)
         joined: Tensor = self.output(heads.transpose(1, 2).reshape(x.shape[0], x.shape[1], -1))
         return joined

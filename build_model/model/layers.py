@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -11,9 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from transferry.build_model.model.attention import KeyValues, MultiHeadAttention, Past, Rotation
-from transferry.build_model.model.config import GATED, ModelConfig, Pooling
+from transferry.build_model.model.composed import Composed
 from transferry.build_model.model.norms import make_norm
 from transferry.build_model.model.recurrence import SSRU, CellState
+from transferry.build_model.model.shape import GATED, TransformerConfig
 
 
 def sinusoidal_positions(length: int, d_model: int) -> Tensor:
@@ -54,18 +54,13 @@ def rotary_angles(length: int, rates: Sequence[float], scale: float = 1.0) -> Ro
     return Rotation(angles.cos() * scale, angles.sin() * scale)
 
 
+Sublayer = Callable[[Tensor], Tensor]
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "gelu": F.gelu,
     "gelu-tanh": functools.partial(F.gelu, approximate="tanh"),
     "gelu-quick": lambda x: x * torch.sigmoid(1.702 * x),
     "swish": F.silu,
-}
-HEAD_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    **ACTIVATIONS,
-    "none": nn.Identity(),
-    "tanh": torch.tanh,
-    "sigmoid": torch.sigmoid,
 }
 
 
@@ -76,7 +71,7 @@ class FeedForward(nn.Module):
     2020, eq. 6), W being `gate` and V `inner`, and the other gated units are like it.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         gate, bias = GATED.get(config.activation), config.has_bias("feed_forward")
         self.activation = ACTIVATIONS[gate or config.activation]
@@ -96,12 +91,12 @@ class FeedForward(nn.Module):
 
 
 class Residual(nn.Module):
-    """Norm(x + Dropout(Sublayer(x))), the paper's, or another order of `ModelConfig.norm_order`."""
+    """Norm(x + Dropout(Sublayer(x))), as in the paper, or another `norm_order`."""
 
-    def __init__(self, config: ModelConfig, *, first: bool = False) -> None:
+    def __init__(self, config: TransformerConfig, *, first: bool = False) -> None:
         super().__init__()
         self.order = config.norm_order
-        self.norm = nn.Identity() if first and not config.first_norm else make_norm(config)
+        self.norm = nn.Identity() if first and not config.has_first_norm else make_norm(config)
         self.outer_norm = make_norm(config) if self.order == "sandwich" else None
         self.dropout = nn.Dropout(config.dropout)
 
@@ -120,15 +115,14 @@ class Residual(nn.Module):
         return y if after is None else after(y)
 
 
-class Layer(nn.Module):
+class Layer(Composed):
     """Self-attention or SSRU, cross-attention where there is a source, feed-forward.
 
     The encoder's layer is this without cross-attention, the decoder's is this with it.
     """
 
-    def __init__(self, config: ModelConfig, layer: int, *, cross: bool) -> None:
+    def __init__(self, config: TransformerConfig, layer: int, *, cross: bool) -> None:
         super().__init__()
-        self.parallel = config.parallel
         recurrent = cross and config.recurrent
         self.recurrence = SSRU(config) if recurrent else None
         self.self_attention = None if recurrent else MultiHeadAttention(config, layer)
@@ -176,157 +170,28 @@ class Layer(nn.Module):
             present = memory
             return self.self_attention(y, memory, bias, rotation)  # type: ignore[no-any-return]
 
-        if self.parallel:
-            seen = self.self_residual.change(x, attend_self)
-            return x + seen + self.feed_forward_residual.change(x, self.feed_forward), present
+        def attend_source(y: Tensor) -> Tensor:
+            assert self.cross_attention is not None
+            return self.cross_attention(y, cross, cross_bias)  # type: ignore[no-any-return]
+
+        return self.sublayers(x, attend_self, attend_source), present
+
+    def sublayers(self, x: Tensor, attend_self: Sublayer, attend_source: Sublayer) -> Tensor:
+        """Runs the sublayers over x [batch, length, d_model], one after the other."""
         x = self.self_residual(x, attend_self)
-        if self.cross_attention is not None and self.cross_residual is not None:
-            attention = self.cross_attention
-            x = self.cross_residual(x, lambda y: attention(y, cross, cross_bias))
-        return self.feed_forward_residual(x, self.feed_forward), present
-
-
-class RelativeBias(nn.Module):
-    """A number for each head and bucket of distances, added to the scores.
-
-    Raffel et al. (2020), section 2.1: half of the buckets are single distances, the rest grow with
-    the logarithm up to the longest distance, beyond which all share the last one.
-    """
-
-    buckets: Tensor
-
-    def __init__(self, config: ModelConfig, *, both_ways: bool) -> None:
-        super().__init__()
-        self.longest = config.relative_distance
-        self.weight = nn.Parameter(torch.zeros(config.relative_buckets, config.heads))
-        # As the table of a lookup: the exporter would store a reshaped copy, unknown to verify.
-        buckets = self._buckets(config, both_ways)[:, None]
-        self.register_buffer("buckets", buckets, persistent=False)
-
-    def _buckets(self, config: ModelConfig, both_ways: bool) -> Tensor:
-        """Returns the bucket of each distance from -longest to longest, key less query."""
-        distance = torch.arange(-self.longest, self.longest + 1)
-        count, after = config.relative_buckets, torch.zeros_like(distance)
-        if both_ways:
-            count //= 2
-            after = (distance > 0).long() * count
-            distance = distance.abs()
-        else:
-            distance = (-distance).clamp(min=0)
-        single = count // 2
-        # In float32, as Mesh TensorFlow and transformers do: its rounding decides at the bounds.
-        growth = torch.log(distance.to(torch.float32) / single)
-        growth = growth / math.log(self.longest / single) * (count - single)
-        wide = (single + growth.clamp(min=0).long()).clamp(max=count - 1)
-        return torch.where(distance < single, distance, wide) + after
-
-    def forward(self, distance: Tensor) -> Tensor:
-        """Returns the bias of distances of keys less queries.
-
-        Args:
-            distance: [queries, length] or [batch, queries, length] int64
-
-        Returns:
-            [heads, queries, length] or [batch, heads, queries, length]
-        """
-        place = distance.clamp(-self.longest, self.longest) + self.longest
-        bucket = F.embedding(place, self.buckets).squeeze(-1)
-        return F.embedding(bucket, self.weight).movedim(-1, -3)
-
-
-class Head(nn.Module):
-    """Pooling, linear layers and scaling: a vector or scores of a text, or scores of each token."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.config = config
-        widths = [config.d_model * max(1, len(config.pooling)), *config.head_widths]
-        layers = enumerate(
-            zip(
-                widths,
-                config.head_widths,
-                config.head_activations,
-                config.head_biases,
-                strict=False,
-            )
-        )
-        self.layers = nn.ModuleList(
-            HeadLayer(config, *layer, norm=config.head_norm and not number)
-            for number, layer in layers
-        )
-
-    def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
-        """Reads the hidden states of texts.
-
-        Args:
-            hidden: [batch, length, d_model]
-            mask: [batch, length] bool, True at a token, False at padding.
-
-        Returns:
-            [batch, width]; where nothing is pooled [batch, length, width], which means nothing at
-            padding.
-        """
-        x = hidden
-        if self.config.pooling:
-            x = torch.cat([pooled(hidden, mask, kind) for kind in self.config.pooling], dim=-1)
-        for layer in self.layers:
-            x = layer(x)
-        return F.normalize(x, dim=-1) if self.config.unit_length else x
-
-
-class HeadLayer(nn.Module):
-    """Activation(x W + b), with a norm after it if there is one."""
-
-    def __init__(
-        self, config: ModelConfig, read: int, width: int, activation: str, bias: bool, *, norm: bool
-    ) -> None:
-        super().__init__()
-        self.linear = nn.Linear(read, width, bias=bias)
-        self.activation = HEAD_ACTIVATIONS[activation]
-        self.norm = make_norm(config, width) if norm else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., read] -> [..., width]."""
-        x = self.activation(self.linear(x))
-        return x if self.norm is None else self.norm(x)
-
-
-def pooled(hidden: Tensor, mask: Tensor, kind: Pooling) -> Tensor:
-    """Makes one vector of the hidden states of each text.
-
-    Args:
-        hidden: [batch, length, d_model]
-        mask: [batch, length] bool, True at a token; padding comes after the tokens.
-        kind: See `Pooling`.
-
-    Returns:
-        [batch, d_model]
-    """
-    if kind == "first":
-        return hidden[:, 0]
-    there = mask[..., None]
-    if kind == "max":
-        return hidden.masked_fill(~there, -torch.inf).amax(dim=1)
-    hidden, ones = hidden.masked_fill(~there, 0.0), mask.to(hidden.dtype)
-    length, place = ones.sum(dim=1, keepdim=True), ones.cumsum(dim=1)
-    if kind == "last":
-        weights = ones * (place == length)
-    elif kind == "weighted":
-        weights = ones * place / (ones * place).sum(dim=1, keepdim=True)
-    else:
-        weights = ones / (length if kind == "mean" else length.sqrt())
-    return (hidden * weights[..., None]).sum(dim=1)
+        if self.cross_residual is not None:
+            x = self.cross_residual(x, attend_source)
+        return self.feed_forward_residual(x, self.feed_forward)  # type: ignore[no-any-return]
 
 
 class OutputTransform(nn.Module):
     """Norm(Activation(x W + b)), BERT's `cls.predictions.transform`."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        bias, activation = config.has_bias("output_transform"), config.output_activation
-        activation = activation or GATED.get(config.activation, config.activation)
+        bias = config.has_bias("output_transform")
         self.linear = nn.Linear(config.d_model, config.d_embedding, bias=bias)
-        self.activation = ACTIVATIONS[activation]
+        self.activation = ACTIVATIONS[config.transform_activation]
         self.norm = make_norm(config, config.d_embedding)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -5,29 +5,31 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from transferry.build_model.model.config import ModelConfig
+from transferry.build_model.model.composed import Composed
+from transferry.build_model.model.shape import TransformerConfig
 
 
-class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * w (Zhang and Sennrich 2019, eq. 4).
+class RMSNorm(Composed):
+    """x / sqrt(mean(x^2) + eps) * w (Zhang and Sennrich 2019, eq. 4)."""
 
-    With an offset, w + 1 in place of w, so that decay of the weights pulls towards 1.
-    """
-
-    def __init__(self, width: int, eps: float, *, offset: bool = False) -> None:
+    def __init__(self, config: TransformerConfig, width: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(width) if offset else torch.ones(width))
-        self.eps, self.offset = eps, offset
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = config.norm_epsilon
+
+    def scale(self) -> Tensor:
+        """Returns w [width]."""
+        return self.weight
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalises the last dimension of x [..., width]."""
-        weight = self.weight + 1 if self.offset else self.weight
+        weight = self.scale()
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * weight
 
 
-def make_norm(config: ModelConfig, width: int | None = None) -> nn.Module:
+def make_norm(config: TransformerConfig, width: int | None = None) -> nn.Module:
     """Returns the norm that the config names, of d_model features unless told otherwise."""
     width = config.d_model if width is None else width
     if config.norm == "rms":
-        return RMSNorm(width, config.norm_epsilon, offset=config.norm_offset)
+        return RMSNorm(config, width)
     return nn.LayerNorm(width, config.norm_epsilon, bias=config.has_bias("norm"))

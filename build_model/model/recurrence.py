@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from transferry.build_model.model.config import ModelConfig
+from transferry.build_model.model.shape import TransformerConfig
 
 
 class CellState(NamedTuple):
@@ -42,7 +42,7 @@ class SSRU(nn.Module):
     f_t = sigmoid(W_f x_t + b_f), c_t = f_t * c_(t-1) + (1 - f_t) * W x_t, o_t = relu(c_t).
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.max_positions = config.max_positions
         self.forget = nn.Linear(config.d_model, config.d_model)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -16,15 +16,11 @@ from transferry.build_model.model.attention import (
     Rotation,
     causal_bias,
     padding_bias,
-    softcapped,
-    windowed,
 )
-from transferry.build_model.model.config import ModelConfig
+from transferry.build_model.model.composed import Composed
 from transferry.build_model.model.layers import (
-    Head,
     Layer,
     OutputTransform,
-    RelativeBias,
     rotary_angles,
     rotary_rates,
     sinusoidal_positions,
@@ -32,13 +28,17 @@ from transferry.build_model.model.layers import (
 from transferry.build_model.model.mapped_weights import MappedWeights
 from transferry.build_model.model.norms import make_norm
 from transferry.build_model.model.recurrence import CellState
+from transferry.build_model.model.shape import TransformerConfig
+
+Stack = Literal["encoder", "decoder"]
 
 
-class Transformer(nn.Module):
+class Transformer(Composed):
     """Encoder and decoder, or one of them; the shape is the config's.
 
     Source and target share one embedding. The cache of the decoder is a value: `decode` takes the
-    past and returns the present.
+    past and returns the present. What a family does in another way is a part (`parts/`): a subclass
+    that overrides a method, which `Transformer(config)` chooses.
 
     Attributes:
         config: The shape.
@@ -46,27 +46,24 @@ class Transformer(nn.Module):
     """
 
     mapped: MappedWeights | None = None
-    config: ModelConfig
+    config: Any  # a ModelConfig, whose parts import this module
     positions: Tensor
     cosines: Tensor
     sines: Tensor
-    window_cosines: Tensor
-    window_sines: Tensor
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.config = config
-        self.embedding = nn.Embedding(config.vocabulary_size, config.d_embedding)
-        wide, narrow = config.d_model, config.d_embedding
-        self.embedding_projection = (
-            nn.Linear(narrow, wide, bias=config.project_sum) if narrow != wide else None
-        )
-        source = config.source_vocabulary_size
-        self.source_embedding = nn.Embedding(source, narrow) if source else None
-        first = config.d_positions
-        self.embedding_norm = make_norm(config, first) if config.embedding_norm else None
-        own_norm = config.embedding_norm and config.separate_positions
-        self.source_embedding_norm = make_norm(config) if own_norm else None
+        self.build()
+        for name, table in self.tables().items():
+            self.register_buffer(name, table.to(torch.get_default_dtype()), persistent=False)
+        self._initialise()
+
+    def build(self) -> None:
+        """Makes the modules and weights."""
+        config, final = self.config, self.config.has_final_norm
+        self.build_embedding()
+        self.build_embedding_norm()
         self.dropout = nn.Dropout(config.dropout)
         self.encoder = nn.ModuleList(
             Layer(config.encoder_config(), number, cross=False)
@@ -76,36 +73,27 @@ class Transformer(nn.Module):
             Layer(config, number, cross=bool(config.encoder_layers))
             for number in range(config.decoder_layers)
         )
-        final = config.norm_order != "post" and config.final_norm
         self.encoder_norm = make_norm(config) if final and config.encoder_layers else None
         self.decoder_norm = make_norm(config) if final and config.decoder_layers else None
         self.output_transform = OutputTransform(config) if config.output_transform else None
-        projected = narrow != wide and not config.output_transform and config.lm_head
-        self.output_projection = nn.Linear(wide, narrow, False) if projected else None
-        own = config.lm_head and not config.tied
-        self.output = nn.Linear(narrow, config.vocabulary_size, bias=False) if own else None
-        self.head = Head(config) if config.has_head else None
-        kinds = config.segments
-        self.segment_embedding = nn.Embedding(kinds, config.d_positions) if kinds else None
-        self.output_bias = (
-            nn.Parameter(torch.zeros(config.vocabulary_size)) if config.output_bias else None
-        )
-        self.encoder_distance, self.decoder_distance = None, None
-        if config.relative_buckets and config.encoder_layers:
-            self.encoder_distance = RelativeBias(config.encoder_config(), both_ways=True)
-        if config.relative_buckets and config.decoder_layers:
-            self.decoder_distance = RelativeBias(config, both_ways=False)
-        self.source_positions = None
+        own = config.has_logits and not config.tied
+        rows, width = config.vocabulary_size, config.d_embedding
+        self.output = nn.Linear(width, rows, bias=False) if own else None
+        self.output_bias = nn.Parameter(torch.zeros(rows)) if config.output_bias else None
+        self.head: nn.Module | None = None
         if config.positions == "learned":
-            self.positions = nn.Parameter(torch.empty(config.max_positions, first))
-            if config.separate_positions:
-                self.source_positions = nn.Parameter(torch.empty_like(self.positions))
-        self.padding_position = None
-        if config.padding_token >= 0:
-            self.padding_position = nn.Parameter(torch.zeros(1, first))
-        for name, table in self.tables().items():
-            self.register_buffer(name, table.to(torch.get_default_dtype()), persistent=False)
-        self._initialise()
+            self.positions = nn.Parameter(torch.empty(config.max_positions, config.d_positions))
+
+    def build_embedding(self) -> None:
+        """Makes the embedding."""
+        config = self.config
+        self.embedding = nn.Embedding(config.vocabulary_size, config.d_embedding)
+
+    def build_embedding_norm(self) -> None:
+        """Makes its norm."""
+        config = self.config
+        norm = make_norm(config, config.d_positions) if config.embedding_norm else None
+        self.embedding_norm = norm
 
     def tables(self) -> dict[str, Tensor]:
         """The positions that are a formula and no weights, in float64."""
@@ -113,13 +101,8 @@ class Transformer(nn.Module):
         if config.positions == "sinusoidal":
             return {"positions": sinusoidal_positions(config.max_positions, config.d_positions)}
         if config.positions == "rotary":
-            rates = config.rotary_rates or rotary_rates(config.d_head, config.rotary_base)
-            angles = rotary_angles(config.max_positions, rates, config.rotary_scale)
-            tables = angles._asdict()
-            if config.window_rotary_rates:
-                angles = rotary_angles(config.max_positions, config.window_rotary_rates)
-                tables |= {f"window_{name}": table for name, table in angles._asdict().items()}
-            return tables
+            rates = rotary_rates(config.d_head, config.rotary_base)
+            return rotary_angles(config.max_positions, rates)._asdict()
         return {}
 
     def _initialise(self) -> None:
@@ -138,12 +121,11 @@ class Transformer(nn.Module):
         # Times sqrt(d_model) in `embed` this makes entries of variance 1, as large as positions;
         # without that factor GPT-2's 0.02.
         scaled = self.config.scale_embedding
-        for embedding in (self.embedding, self.source_embedding, self.segment_embedding):
-            if embedding is not None:
-                std = self.config.d_model**-0.5 if scaled else 0.02
-                nn.init.normal_(embedding.weight, std=std)
-        for table in (getattr(self, "positions", None), self.source_positions):
-            if isinstance(table, nn.Parameter):
+        for module in self.modules():
+            if isinstance(module, nn.Embedding):
+                nn.init.normal_(module.weight, std=self.config.d_model**-0.5 if scaled else 0.02)
+        for name, table in self.named_parameters(recurse=False):
+            if name.endswith("positions"):
                 nn.init.normal_(table, std=1.0 if scaled else 0.02)
 
     def release(self) -> None:
@@ -169,81 +151,60 @@ class Transformer(nn.Module):
         Returns:
             [batch, length, d_model]
         """
-        embedding, norm, table = self.embedding, self.embedding_norm, None
-        if source:
-            embedding = self.source_embedding or embedding
-            norm, table = self.source_embedding_norm or norm, self.source_positions
-        x: Tensor = embedding(tokens)
-        late = self.config.project_sum
-        if self.embedding_projection is not None and not late:
-            x = self.embedding_projection(x)
+        x = self.token_vectors(tokens, source=source)
         if self.config.scale_embedding:
             x = x * math.sqrt(self.config.d_model)
-        if positions is not None and self.config.positions in ("sinusoidal", "learned"):
-            # Not self.positions[positions]: the exporter would make a copy and a GatherND.
-            known = self.positions if table is None else table
-            if source and self.padding_position is not None:
-                counted = tokens != self.config.padding_token
-                places = (counted.long().cumsum(dim=1) - 1).clamp(min=0)
-                found = F.embedding(places, known)
-                x = x + torch.where(counted[..., None], found, self.padding_position)
-            else:
-                x = x + F.embedding(positions, known)
-        if self.segment_embedding is not None:
-            # Of the tokens after the first end of a segment; an end belongs to its segment.
-            ends = (tokens == self.config.segment_end).long()
-            before = ends.cumsum(dim=1) - ends
-            x = x + self.segment_embedding(before.clamp(max=self.config.segments - 1))
-        if norm is not None:
-            x = norm(x)
-        if self.embedding_projection is not None and late:
-            x = self.embedding_projection(x)
-        embedded: Tensor = self.dropout(x)
+        x = self.placed(x, tokens, positions, source=source)
+        embedded: Tensor = self.dropout(self.normed(x, source=source))
         return embedded
 
-    def _rotations(self, positions: Tensor, layers: int) -> list[Rotation | None]:
-        """Returns the rotation of queries and keys at positions, for each layer."""
-        config = self.config
-        if config.positions != "rotary":
-            return [None] * layers
-        turn = near = Rotation(self.cosines, self.sines).at(positions)
-        if config.window_rotary_rates:
-            near = Rotation(self.window_cosines, self.window_sines).at(positions)
-        return [
-            None if number in config.unrotated else near if config.window(number) else turn
-            for number in range(layers)
-        ]
+    def token_vectors(self, tokens: Tensor, *, source: bool) -> Tensor:
+        """Looks up tokens [batch, length] in the embedding of source or target."""
+        vectors: Tensor = self.embedding(tokens)
+        return vectors
 
-    def _biases(
+    def placed(
+        self, x: Tensor, tokens: Tensor, positions: Tensor | None, *, source: bool
+    ) -> Tensor:
+        """Adds the positions to the tokens' vectors x [batch, length, d_positions]."""
+        if positions is None or self.config.positions not in ("sinusoidal", "learned"):
+            return x
+        # Not table[positions]: the exporter would make a copy and a GatherND.
+        return x + F.embedding(positions, self.position_table(source=source))
+
+    def position_table(self, *, source: bool) -> Tensor:
+        """Returns the positions that are added [max_positions, d_positions]."""
+        return self.positions
+
+    def normed(self, x: Tensor, *, source: bool) -> Tensor:
+        """Normalises the sum of embedding and position, if there is an embedding_norm."""
+        return x if self.embedding_norm is None else self.embedding_norm(x)
+
+    def rotations(self, stack: Stack, positions: Tensor) -> list[Rotation | None]:
+        """Returns the rotation of queries and keys at positions, for each layer of a stack."""
+        turn = None
+        if self.config.positions == "rotary":
+            turn = Rotation(self.cosines, self.sines).at(positions)
+        return [turn] * len(self.get_submodule(stack))  # type: ignore[arg-type]
+
+    def biases(
         self,
+        stack: Stack,
         bias: Tensor,
         positions: Tensor,
         columns: Tensor,
-        relative: RelativeBias | None,
-        layers: int,
         queries: Tensor | None = None,
     ) -> list[Tensor]:
-        """Returns M for each layer: with relative positions, without what no window shows.
+        """Returns M for each layer of a stack.
 
         Args:
-            bias: M, where neither windows nor distances matter.
+            stack: "encoder" or "decoder".
+            bias: M of padding and, in the decoder, of the future.
             positions: Of the queries, [queries] or [batch, queries] int64.
             columns: Of the keys, [length] or [batch, length] int64.
-            relative: Biases of distances.
-            layers: Number of layers.
-            queries: As for `windowed`.
+            queries: [batch, queries] bool, False at padding; None without padding.
         """
-        if not self.config.looks_at_columns:
-            return [bias] * layers
-        distance = positions[..., :, None] - columns[..., None, :]
-        if relative is not None:
-            bias = bias + relative(-distance)
-        if not self.config.windows:
-            return [bias] * layers
-        by_window = {
-            window: windowed(bias, distance, window, queries) for window in set(self.config.windows)
-        }
-        return [by_window[window] for window in self.config.windows]
+        return [bias] * len(self.get_submodule(stack))  # type: ignore[arg-type]
 
     def encode(self, source: Tensor, source_mask: Tensor) -> Tensor:
         """Encodes the source.
@@ -256,13 +217,10 @@ class Transformer(nn.Module):
             [batch, source, d_model]; rows at padding mean nothing.
         """
         positions = torch.arange(source.shape[1], device=source.device)
-        x, layers = self.embed(source, positions, source=True), len(self.encoder)
+        x = self.embed(source, positions, source=True)
         bias = padding_bias(source_mask, x.dtype)
-        if self.config.causal:
-            bias = bias + causal_bias(0, source.shape[1], x.dtype, x.device)
-        relative = self.encoder_distance
-        biases = self._biases(bias, positions, positions, relative, layers, source_mask)
-        rotations = self._rotations(positions, layers)
+        biases = self.biases("encoder", bias, positions, positions, source_mask)
+        rotations = self.rotations("encoder", positions)
         for layer, bias, rotation in zip(self.encoder, biases, rotations, strict=True):
             x, _ = layer(x, bias, rotation=rotation)
         return x if self.encoder_norm is None else self.encoder_norm(x)
@@ -340,7 +298,7 @@ class Transformer(nn.Module):
             positions: Of the tokens, [target] or [batch, target] int64; None, as the next
                 two, where the decoder is recurrent.
             columns: Positions of all keys, [present] or [batch, present] int64; read where the
-                config has windows or relative positions.
+                config looks at columns.
             bias: M of self-attention, broadcastable to [batch, heads, target, present].
             cross_bias: M of cross-attention, broadcastable to [batch, heads, target, source];
                 not used where there is no encoder.
@@ -351,30 +309,31 @@ class Transformer(nn.Module):
             Hidden states for `logits` [batch, target, d_model], and the present.
         """
         x = self.embed(target, positions)
-        layers = len(self.decoder)
-        rotations: list[Rotation | None] = [None] * layers
-        biases: list[Tensor | None] = [None] * layers
+        rotations: list[Rotation | None] = [None] * len(self.decoder)
+        biases: list[Tensor | None] = [None] * len(self.decoder)
         if positions is not None and columns is not None and bias is not None:
-            rotations = self._rotations(positions, layers)
-            biases = [*self._biases(bias, positions, columns, self.decoder_distance, layers)]
+            rotations = self.rotations("decoder", positions)
+            biases = [*self.biases("decoder", bias, positions, columns)]
         presents = []
         for number, (layer, layer_past) in enumerate(zip(self.decoder, past, strict=True)):
             layer_cross = cross[number] if cross else None
             rotation, own_bias = rotations[number], biases[number]
             x, present = layer(x, own_bias, layer_past, layer_cross, cross_bias, rotation)
             presents.append(present)
-        if self.decoder_norm is not None:
-            x = self.decoder_norm(x)
-        return x / math.sqrt(x.shape[-1]) if self.config.scale_output else x, presents
+        return self.finished(x), presents
+
+    def finished(self, x: Tensor) -> Tensor:
+        """Returns the decoder's output for x [batch, target, d_model] of its last layer."""
+        return x if self.decoder_norm is None else self.decoder_norm(x)
 
     def logits(self, x: Tensor) -> Tensor:
         """Projects x [batch, length, d_model] to scores [batch, length, vocabulary]."""
-        if self.output_transform is not None:
-            x = self.output_transform(x)
-        if self.output_projection is not None:
-            x = self.output_projection(x)
         weight = self.embedding.weight if self.output is None else self.output.weight
-        return softcapped(F.linear(x, weight, self.output_bias), self.config.output_softcap)
+        return F.linear(self.transformed(x), weight, self.output_bias)
+
+    def transformed(self, x: Tensor) -> Tensor:
+        """Returns the input of the output projection [batch, length, d_embedding]."""
+        return x if self.output_transform is None else self.output_transform(x)
 
     def answers(self, source: Tensor, source_mask: Tensor) -> dict[str, Tensor]:
         """Returns the outputs of an encoder-only model, as far as it has the parts.
@@ -391,7 +350,7 @@ class Transformer(nn.Module):
         found = {"hidden": hidden}
         if self.head is not None:
             found["head"] = self.head(hidden, source_mask)
-        if self.config.lm_head:
+        if self.config.has_logits:
             found["logits"] = self.logits(hidden)
         return found
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transferry.build_model.model.config import STACKS, ModelConfig
+from transferry.build_model.model.shape import STACKS
 from transferry.build_model.train.train_config import TrainConfig
+
+if TYPE_CHECKING:  # which imports torch
+    from transferry.build_model.model.config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,8 @@ class Preset:
 
         With another architecture than the preset's, stacks that it lacks get 0 layers.
         """
+        from transferry.build_model.model.config import ModelConfig  # imports torch
+
         fields = {"vocabulary_size": vocabulary_size, **self.model}
         if stacks := STACKS.get(changes.get("architecture", "")):
             fields |= dict.fromkeys({"encoder_layers", "decoder_layers"} - set(stacks), 0)

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from transferry.build_model.model.config import JsonConfig, ModelConfig
+from transferry.build_model.model.shape import JsonConfig, TransformerConfig
 from transferry.runtime.errors import Option, UsageError, require
 from transferry.runtime.settings import Count, Probability, Whole, Whole64, check_fields
 
@@ -83,7 +83,7 @@ class TrainConfig(JsonConfig):
         return self.peak_learning_rate * min(warm, 1.0 / math.sqrt(warm))
 
 
-def require_fitting(model: ModelConfig, config: TrainConfig) -> None:
+def require_fitting(model: TransformerConfig, config: TrainConfig) -> None:
     """Raises UsageError for settings that have no effect on a model of this shape."""
     pairs = model.architecture == "encoder-decoder"
     expected = "0 unless the model is an encoder-decoder, which is trained on whole texts"

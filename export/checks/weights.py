@@ -104,7 +104,9 @@ class CheckpointWeights:
         if found is None:
             return 1.0
         encodes = found[1] == "encoder"
-        return (self._config.encoder_config() if encodes else self._config).divisor(int(found[2]))
+        return float(
+            (self._config.encoder_config() if encodes else self._config).divisor(int(found[2]))
+        )
 
     def trained(self, name: str) -> bool:
         """Whether an initializer holds a trained weight, or integers or scales of one."""

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from transferry.build_model import checkpoint_folder as run_folder
-from transferry.build_model.model.config import TransformerConfig
+from transferry.build_model.model.shape import TransformerConfig
 from transferry.build_model.train.data import SentencePair
 from transferry.build_model.train.distributed import Process
 from transferry.build_model.train.evaluation import Evaluation

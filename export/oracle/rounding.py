@@ -73,7 +73,8 @@ def integer_sides(
     model = fold_kv_scales(model, calibration.kv_scales)
     for name in calibration.kv_scales:
         # The same weights, with keys and values as the cache holds them.
-        model.get_submodule(name).__class__ = _IntegerMemory
+        attention = model.get_submodule(name)
+        attention.__class__ = type("_", (_IntegerMemory, type(attention)), {})
     rounded = _rows(model, calibration.activations)
     return [
         _Int8Decoder(

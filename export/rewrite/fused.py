@@ -90,6 +90,7 @@ def linear_layers(model: Transformer) -> int:
     """Returns the number of linear layers of a model's graphs, a tied LM head included."""
     linears = sum(isinstance(module, torch.nn.Linear) for module in model.modules())
     # Encoder and decoder each have the embedding.
-    twice = model.embedding_projection is not None and model.encoder and model.decoder
+    narrow = model.config.d_embedding != model.config.d_model
+    twice = narrow and model.encoder and model.decoder
     tied = model.config.lm_head and model.output is None
     return linears + tied + bool(twice)

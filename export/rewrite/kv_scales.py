@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from transferry.build_model.model.attention import MultiHeadAttention
 from transferry.build_model.model.config import ModelConfig
-from transferry.build_model.model.norms import RMSNorm
+from transferry.build_model.model.parts.shapes import OffsetNorm
 from transferry.build_model.model.transformer import Transformer
 from transferry.runtime.errors import InputError
 
@@ -71,7 +71,7 @@ class KVRanges:
         attention = self._model.get_submodule(name.rpartition("_attention.")[0] + "_attention")
         assert isinstance(attention, MultiHeadAttention)
         is_key = name.endswith(".key.weight")
-        cached = attention.normed(output, attention.key_norm) if is_key else output
+        cached = attention.normed_key(output) if is_key else output
         sizes = cached.detach().cpu().reshape(-1, cached.shape[-1] // self._d_head, self._d_head)
         sizes = sizes.abs()
         if self._turned and "self_attention.key" in name:
@@ -122,8 +122,8 @@ def fold_kv_scales(model: Transformer, scales: Mapping[str, KVScales]) -> Transf
         )
         _multiply(attention.value, 1 / scale.values.flatten())
         for linear, norm, factors in (
-            (attention.key, attention.key_norm, 1 / scale.keys.flatten()),
-            (attention.query, attention.query_norm, keys),
+            (attention.key, getattr(attention, "key_norm", None), 1 / scale.keys.flatten()),
+            (attention.query, getattr(attention, "query_norm", None), keys),
         ):
             _multiply(linear if norm is None else norm, factors)
         attention.output.weight.mul_(values.to(attention.output.weight.device))
@@ -137,5 +137,5 @@ def _multiply(layer: nn.Module, factors: Tensor) -> None:
         # A norm of each head takes the factors of the first head, equal to all others.
         shape = (-1, *[1] * (parameter.dim() - 1))
         each = factors.to(parameter.device)[: parameter.shape[0]].reshape(shape)
-        offset = 1.0 if isinstance(layer, RMSNorm) and layer.offset else 0.0
+        offset = 1.0 if isinstance(layer, OffsetNorm) else 0.0
         parameter.add_(offset).mul_(each).sub_(offset)

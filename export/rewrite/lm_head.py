@@ -51,9 +51,10 @@ def top_k_graph(head: Graph) -> Graph:
 
 def is_screened(model: Transformer) -> bool:
     """Whether the LM head is a product with one large matrix and nothing else."""
-    one = model.output_transform is None and model.output_projection is None
-    large = model.config.vocabulary_size >= SMALLEST_VOCABULARY
-    return one and large and not model.config.output_softcap
+    config = model.config
+    one = not config.output_transform and config.d_embedding == config.d_model
+    large = config.vocabulary_size >= SMALLEST_VOCABULARY
+    return one and large and not config.output_softcap
 
 
 def approximate_graph(head: Graph) -> Graph:

@@ -14,7 +14,8 @@ from transferry.build_model.importing.huggingface.tables import (
     Move,
     NoPlace,
 )
-from transferry.build_model.model.config import HeadActivation, ModelConfig
+from transferry.build_model.model.config import ModelConfig
+from transferry.build_model.model.parts.heads import HeadActivation
 from transferry.runtime.bundle.head import HeadSettings
 
 # Activation that turns scores into probabilities, by problem_type.

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from transferry.build_model.importing.huggingface.folder import Settings
 from transferry.build_model.importing.huggingface.rope import FULL, SLIDING
-from transferry.build_model.model.config import GATED, Activation, ModelConfig
+from transferry.build_model.model.config import ModelConfig
+from transferry.build_model.model.shape import GATED, Activation
 from transferry.runtime.bundle.head import HeadSettings
 
 

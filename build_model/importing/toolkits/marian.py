@@ -22,7 +22,8 @@ from transferry.build_model.importing.huggingface.folder import Settings
 from transferry.build_model.importing.huggingface.tables import Family, Move, Table, flat
 from transferry.build_model.importing.huggingface.weights import convert_weights
 from transferry.build_model.importing.imported import Imported
-from transferry.build_model.model.config import Activation, ModelConfig
+from transferry.build_model.model.config import ModelConfig
+from transferry.build_model.model.shape import Activation
 from transferry.runtime.errors import InputError, UsageError, install_command
 from transferry.runtime.io.whole import read_bytes
 from transferry.runtime.tokenizer.special_tokens import AnyTokenizer, SpecialTokens

@@ -19,7 +19,7 @@ from transferry.build_model.importing.formats.weight_files import open_weights
 from transferry.build_model.importing.huggingface.folder import CONFIG, REMEDY, Settings
 from transferry.build_model.importing.huggingface.heads import RANKS
 from transferry.build_model.importing.huggingface.settings_table import MODULE, READING, SENTENCE
-from transferry.build_model.model.config import HeadActivation, Pooling
+from transferry.build_model.model.parts.heads import HeadActivation, Pooling
 from transferry.runtime.bundle.head import HeadSettings
 from transferry.runtime.errors import InputError
 from transferry.runtime.io.documents import read_document

@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from transferry.build_model.train.presets import PRESETS
 from transferry.build_model.train.train_config import TrainConfig
 from transferry.runtime.errors import UsageError
 
+STORED = json.loads(Path(__file__).with_name("stored_configs.json").read_text(encoding="utf-8"))
 SHAPE: dict[str, Any] = dict(
     vocabulary_size=300, d_model=16, heads=2, encoder_layers=1, decoder_layers=2, d_ff=32
 )
@@ -200,3 +202,13 @@ def test_heads_of_keys_and_values() -> None:
     assert model_config(heads=4).kv_heads == 4
     assert model_config(heads=4, key_value_heads=1).kv_heads == 1
     assert model_config(d_model=15, heads=3, positions="learned").d_model == 15
+
+
+@pytest.mark.parametrize("kind", STORED)
+def test_configs_of_earlier_checkpoints_are_read_and_written_alike(kind: str) -> None:
+    stored = STORED["tiny"] | STORED[kind]
+    config = ModelConfig.from_dict(stored)
+    assert list(config.to_dict().items()) == list(stored.items())
+    assert {name: getattr(config, name) for name in stored} == {
+        name: tuple(value) if isinstance(value, list) else value for name, value in stored.items()
+    }

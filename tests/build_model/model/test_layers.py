@@ -50,7 +50,7 @@ def scores(model: Transformer, tokens: Tensor) -> Tensor:
 
 
 def test_rms_norm_is_torch_s() -> None:
-    norm = RMSNorm(32, 1e-3).double()
+    norm = RMSNorm(dataclasses.replace(SHAPE, norm_epsilon=1e-3), 32).double()
     x = torch.randn(5, 7, 32, dtype=torch.float64)
     with torch.no_grad():
         norm.weight.normal_()

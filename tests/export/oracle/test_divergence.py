@@ -113,7 +113,7 @@ def source(checkpoint: Checkpoint, sources: list[list[int]]) -> list[int]:
 @pytest.fixture(scope="module")
 def last(checkpoint: Checkpoint) -> int:
     """The token that becomes a twin; no source and no answer of the model itself has it."""
-    return checkpoint.model.config.vocabulary_size - 1
+    return int(checkpoint.model.config.vocabulary_size) - 1
 
 
 def nudged(

@@ -1,0 +1,1 @@
+"""Parts that families of models add to the papers: one module each, with fields and code."""

@@ -1,0 +1,195 @@
+"""Embeddings that are narrower than the model, and encoders with embeddings of their own."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from transferry.build_model.model.norms import make_norm
+from transferry.build_model.model.shape import SizeOrNone, TransformerConfig
+from transferry.build_model.model.transformer import Transformer
+from transferry.runtime.errors import require
+
+
+@dataclass(frozen=True)
+class NarrowConfig(TransformerConfig):
+    """A narrow embedding.
+
+    Attributes:
+        embedding_width: Width of the embedding where a matrix brings it to d_model, and another
+            back before the output, as in OPT; 0 means d_model.
+    """
+
+    embedding_width: SizeOrNone = 0
+
+    @property
+    def d_embedding(self) -> int:
+        """Width of the embedding."""
+        return self.embedding_width or super().d_embedding
+
+
+@dataclass(frozen=True)
+class ProjectedSumConfig(NarrowConfig):
+    """The place of its projection.
+
+    Attributes:
+        project_sum: The matrix of embedding_width takes the sum of embedding and position,
+            normalised, and has a bias, as in ELECTRA.
+    """
+
+    project_sum: bool = False
+
+    def check(self) -> None:
+        """See `TransformerConfig.check`."""
+        super().check()
+        expected = "false unless there is an embedding_width, and one stack"
+        one = bool(self.embedding_width) and self.architecture != "encoder-decoder"
+        require(one or not self.project_sum, "project_sum", expected, "true")
+
+    def parts(self) -> tuple[type[Any], ...]:
+        """See `TransformerConfig.parts`."""
+        narrow = self.d_embedding != self.d_model
+        return (*super().parts(), Narrow) if narrow else super().parts()
+
+    @property
+    def d_positions(self) -> int:
+        """Width of the positions that are added to the embedding, and of its norm."""
+        return self.d_embedding if self.project_sum else super().d_positions
+
+
+class Narrow(Transformer):
+    """A Transformer with an embedding of another width."""
+
+    config: ProjectedSumConfig
+
+    def build(self) -> None:
+        """See `Transformer.build`."""
+        super().build()
+        config = self.config
+        back = config.has_logits and not config.output_transform
+        projection = nn.Linear(config.d_model, config.d_embedding, False) if back else None
+        self.output_projection = projection
+
+    def build_embedding(self) -> None:
+        """See `Transformer.build_embedding`."""
+        super().build_embedding()
+        config = self.config
+        projection = nn.Linear(config.d_embedding, config.d_model, bias=config.project_sum)
+        self.embedding_projection = projection
+
+    def token_vectors(self, tokens: Tensor, *, source: bool) -> Tensor:
+        """See `Transformer.token_vectors`."""
+        x = super().token_vectors(tokens, source=source)
+        return x if self.config.project_sum else self.embedding_projection(x)
+
+    def normed(self, x: Tensor, *, source: bool) -> Tensor:
+        """See `Transformer.normed`."""
+        x = super().normed(x, source=source)
+        return self.embedding_projection(x) if self.config.project_sum else x
+
+    def transformed(self, x: Tensor) -> Tensor:
+        """See `Transformer.transformed`."""
+        x = super().transformed(x)
+        return x if self.output_projection is None else self.output_projection(x)
+
+
+@dataclass(frozen=True)
+class SourceConfig(TransformerConfig):
+    """An encoder with a shape and embeddings of its own.
+
+    Attributes:
+        source_vocabulary_size: Rows of the encoder's embedding, where it has one of its own; 0
+            means that it shares the decoder's.
+        encoder_heads: Attention heads of the encoder, where it has another number; 0 means `heads`.
+        encoder_d_ff: Likewise for the inner width of its feed-forward sublayer.
+        separate_positions: Encoder and decoder each have learned positions, and a norm of the
+            embedding, of their own, as in BART.
+    """
+
+    source_vocabulary_size: SizeOrNone = 0
+    encoder_heads: SizeOrNone = 0
+    encoder_d_ff: SizeOrNone = 0
+    separate_positions: bool = False
+
+    def check(self) -> None:
+        """See `TransformerConfig.check`."""
+        super().check()
+        both = self.architecture == "encoder-decoder"
+        for name in ("source_vocabulary_size", "encoder_heads", "encoder_d_ff"):
+            value = getattr(self, name)
+            require(both or not value, name, "0 unless there are two stacks", value)
+        expected = "false unless there are two stacks with learned positions"
+        learned = both and self.positions == "learned"
+        require(learned or not self.separate_positions, "separate_positions", expected, "true")
+        expected = "0 where positions are rotary, whose angles all layers share"
+        require(self.positions != "rotary" or not self.encoder_heads, "encoder_heads", expected, 1)
+        self.encoder_config()
+
+    def parts(self) -> tuple[type[Any], ...]:
+        """See `TransformerConfig.parts`."""
+        own = self.source_vocabulary_size or self.separate_positions
+        return (*super().parts(), OwnSource) if own else super().parts()
+
+    @property
+    def may_recur(self) -> bool:
+        """Whether the decoder's self-attention can be replaced by a recurrent cell."""
+        return super().may_recur and not self.separate_positions
+
+    @property
+    def source_vocabulary(self) -> int:
+        """Size of the encoder's vocabulary."""
+        return self.source_vocabulary_size or super().source_vocabulary
+
+    def encoder_config(self) -> Self:
+        """Returns the shape of the encoder's layers."""
+        if not self.encoder_heads and not self.encoder_d_ff:
+            return self
+        heads, d_ff = self.encoder_heads or self.heads, self.encoder_d_ff or self.d_ff
+        return dataclasses.replace(self, heads=heads, d_ff=d_ff, encoder_heads=0, encoder_d_ff=0)
+
+
+class OwnSource(Transformer):
+    """A Transformer whose encoder has embeddings of its own."""
+
+    config: SourceConfig
+
+    def build(self) -> None:
+        """See `Transformer.build`."""
+        super().build()
+        if self.config.separate_positions:
+            self.source_positions = nn.Parameter(torch.empty_like(self.positions))
+
+    def build_embedding(self) -> None:
+        """See `Transformer.build_embedding`."""
+        super().build_embedding()
+        if rows := self.config.source_vocabulary_size:
+            self.source_embedding = nn.Embedding(rows, self.config.d_embedding)
+
+    def build_embedding_norm(self) -> None:
+        """See `Transformer.build_embedding_norm`."""
+        super().build_embedding_norm()
+        if self.config.separate_positions and self.config.embedding_norm:
+            self.source_embedding_norm = make_norm(self.config)
+
+    def token_vectors(self, tokens: Tensor, *, source: bool) -> Tensor:
+        """See `Transformer.token_vectors`."""
+        if source and self.config.source_vocabulary_size:
+            vectors: Tensor = self.source_embedding(tokens)
+            return vectors
+        return super().token_vectors(tokens, source=source)
+
+    def position_table(self, *, source: bool) -> Tensor:
+        """See `Transformer.position_table`."""
+        own = source and self.config.separate_positions
+        return self.source_positions if own else super().position_table(source=source)
+
+    def normed(self, x: Tensor, *, source: bool) -> Tensor:
+        """See `Transformer.normed`."""
+        if source and self.config.separate_positions and self.config.embedding_norm:
+            y: Tensor = self.source_embedding_norm(x)
+            return y
+        return super().normed(x, source=source)

@@ -1,0 +1,185 @@
+"""Heads of encoder-only models: pooling and linear layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from transferry.build_model.model.layers import ACTIVATIONS
+from transferry.build_model.model.norms import make_norm
+from transferry.build_model.model.shape import Size, TransformerConfig
+from transferry.build_model.model.transformer import Transformer
+from transferry.runtime.errors import require
+
+# Activation of a layer of the head.
+HeadActivation = Literal[
+    "none", "tanh", "sigmoid", "relu", "gelu", "gelu-tanh", "gelu-quick", "swish"
+]
+# How the hidden states of a text become one vector: first or last token, maximum or mean of each
+# feature, sum divided by the root of the length, or mean weighted by position 1, 2, ...
+# (Muennighoff 2022, SGPT).
+Pooling = Literal["first", "last", "max", "mean", "root-mean", "weighted"]
+HEAD_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    **ACTIVATIONS,
+    "none": nn.Identity(),
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+}
+
+
+@dataclass(frozen=True)
+class HeadConfig(TransformerConfig):
+    """Head of an encoder-only model.
+
+    Attributes:
+        pooling: Poolings of the hidden states of a text, concatenated; empty where the head of an
+            encoder-only model reads each token.
+        head_widths: Width of each linear layer of the head.
+        head_activations: The activation after each.
+        head_biases: Whether each has a bias.
+        head_norm: Norm after the first of them, as in ModernBERT.
+        unit_length: The head scales its vector to length 1.
+    """
+
+    pooling: tuple[Pooling, ...] = ()
+    head_widths: tuple[Size, ...] = ()
+    head_activations: tuple[HeadActivation, ...] = ()
+    head_biases: tuple[bool, ...] = ()
+    head_norm: bool = False
+    unit_length: bool = False
+
+    def check(self) -> None:
+        """See `TransformerConfig.check`."""
+        super().check()
+        alone, layers = self.architecture == "encoder-only", len(self.head_widths)
+        for name in ("pooling", "head_widths"):
+            value = getattr(self, name)
+            require(alone or not value, name, "none unless encoder-only", value)
+        for name in ("head_activations", "head_biases"):
+            given = len(getattr(self, name))
+            require(given == layers, name, f"one for each of {layers} layers of the head", given)
+        expected = "false unless the head has a linear layer"
+        require(bool(layers) or not self.head_norm, "head_norm", expected, "true")
+        expected = "false unless hidden states are pooled"
+        require(bool(self.pooling) or not self.unit_length, "unit_length", expected, "true")
+
+    def parts(self) -> tuple[type[Any], ...]:
+        """See `TransformerConfig.parts`."""
+        return (*super().parts(), WithHead) if self.has_head else super().parts()
+
+    @property
+    def has_head(self) -> bool:
+        """Whether an encoder-only model has a head besides that for logits."""
+        return bool(self.pooling or self.head_widths)
+
+    @property
+    def d_head_output(self) -> int:
+        """Width of the head's output, for a text or each token."""
+        return self.head_widths[-1] if self.head_widths else self.d_model * len(self.pooling)
+
+
+class WithHead(Transformer):
+    """An encoder with a head."""
+
+    config: HeadConfig
+
+    def build(self) -> None:
+        """See `Transformer.build`."""
+        super().build()
+        self.head = Head(self.config)
+
+
+class Head(nn.Module):
+    """Pooling, linear layers and scaling: a vector or scores of a text, or scores of each token."""
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        self.config = config
+        widths = [config.d_model * max(1, len(config.pooling)), *config.head_widths]
+        layers = enumerate(
+            zip(
+                widths,
+                config.head_widths,
+                config.head_activations,
+                config.head_biases,
+                strict=False,
+            )
+        )
+        self.layers = nn.ModuleList(
+            HeadLayer(config, *layer, norm=config.head_norm and not number)
+            for number, layer in layers
+        )
+
+    def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
+        """Reads the hidden states of texts.
+
+        Args:
+            hidden: [batch, length, d_model]
+            mask: [batch, length] bool, True at a token, False at padding.
+
+        Returns:
+            [batch, width]; where nothing is pooled [batch, length, width], which means nothing at
+            padding.
+        """
+        x = hidden
+        if self.config.pooling:
+            x = torch.cat([pooled(hidden, mask, kind) for kind in self.config.pooling], dim=-1)
+        for layer in self.layers:
+            x = layer(x)
+        return F.normalize(x, dim=-1) if self.config.unit_length else x
+
+
+class HeadLayer(nn.Module):
+    """Activation(x W + b), with a norm after it if there is one."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        read: int,
+        width: int,
+        activation: str,
+        bias: bool,
+        *,
+        norm: bool,
+    ) -> None:
+        super().__init__()
+        self.linear = nn.Linear(read, width, bias=bias)
+        self.activation = HEAD_ACTIVATIONS[activation]
+        self.norm = make_norm(config, width) if norm else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., read] -> [..., width]."""
+        x = self.activation(self.linear(x))
+        return x if self.norm is None else self.norm(x)
+
+
+def pooled(hidden: Tensor, mask: Tensor, kind: Pooling) -> Tensor:
+    """Makes one vector of the hidden states of each text.
+
+    Args:
+        hidden: [batch, length, d_model]
+        mask: [batch, length] bool, True at a token; padding comes after the tokens.
+        kind: See `Pooling`.
+
+    Returns:
+        [batch, d_model]
+    """
+    if kind == "first":
+        return hidden[:, 0]
+    there = mask[..., None]
+    if kind == "max":
+        return hidden.masked_fill(~there, -torch.inf).amax(dim=1)
+    hidden, ones = hidden.masked_fill(~there, 0.0), mask.to(hidden.dtype)
+    length, place = ones.sum(dim=1, keepdim=True), ones.cumsum(dim=1)
+    if kind == "last":
+        weights = ones * (place == length)
+    elif kind == "weighted":
+        weights = ones * place / (ones * place).sum(dim=1, keepdim=True)
+    else:
+        weights = ones / (length if kind == "mean" else length.sqrt())
+    return (hidden * weights[..., None]).sum(dim=1)

@@ -1,0 +1,177 @@
+"""Widths, biases, divisors and norms that differ from the paper's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
+from torch import Tensor, nn
+
+from transferry.build_model.model.layers import Layer
+from transferry.build_model.model.norms import RMSNorm
+from transferry.build_model.model.shape import Activation, SizeOrNone, TransformerConfig
+from transferry.runtime.errors import require
+
+Cap = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
+
+
+@dataclass(frozen=True)
+class ShapesConfig(TransformerConfig):
+    """Widths, biases and norms.
+
+    Attributes:
+        head_width: Width of an attention head; 0 means d_model / heads.
+        query_key_value_bias: Add a bias to the queries, keys and values; None means as `bias`.
+        attention_output_bias: Likewise for the output of attention.
+        feed_forward_bias: Likewise for the feed-forward sublayer.
+        norm_bias: Likewise for LayerNorm.
+        norm_offset: Norms multiply by 1 + weight, as in Gemma.
+        final_norm: Norm after each stack, where norm_order is not "post".
+    """
+
+    head_width: SizeOrNone = 0
+    query_key_value_bias: bool | None = None
+    attention_output_bias: bool | None = None
+    feed_forward_bias: bool | None = None
+    norm_bias: bool | None = None
+    norm_offset: bool = False
+    final_norm: bool = True
+
+    def check(self) -> None:
+        """See `TransformerConfig.check`."""
+        super().check()
+        expected = "false unless the norm is rms, which has no bias to offset with"
+        require(self.norm == "rms" or not self.norm_offset, "norm_offset", expected, "true")
+
+    def check_width(self) -> None:
+        """See `TransformerConfig.check_width`."""
+        if self.head_width:
+            self.check_turns("head_width")
+        else:
+            super().check_width()
+
+    def parts(self) -> tuple[type[Any], ...]:
+        """See `TransformerConfig.parts`."""
+        return (*super().parts(), OffsetNorm) if self.norm_offset else super().parts()
+
+    @property
+    def d_head(self) -> int:
+        """Width of one attention head, d_k in the paper."""
+        return self.head_width or super().d_head
+
+    @property
+    def has_final_norm(self) -> bool:
+        """Whether a norm follows each stack."""
+        return self.final_norm and super().has_final_norm
+
+    def has_bias(self, part: str) -> bool:
+        """Whether a part has a bias, as the fields that end in _bias say."""
+        own: bool | None = getattr(self, f"{part}_bias")
+        return super().has_bias(part) if own is None else own
+
+
+class OffsetNorm(RMSNorm):
+    """RMSNorm with w + 1 in place of w, so that decay of the weights pulls towards 1."""
+
+    def __init__(self, config: TransformerConfig, width: int) -> None:
+        super().__init__(config, width)
+        nn.init.zeros_(self.weight)
+
+    def scale(self) -> Tensor:
+        """See `RMSNorm.scale`."""
+        return self.weight + 1
+
+
+@dataclass(frozen=True)
+class ParallelConfig(TransformerConfig):
+    """Sublayers side by side.
+
+    Attributes:
+        parallel: Attention and feed-forward read the same x, as in GPT-NeoX (Wang and Komatsuzaki
+            2021).
+    """
+
+    parallel: bool = False
+
+    def check(self) -> None:
+        """See `TransformerConfig.check`."""
+        super().check()
+        expected = "false where norm_order is post, which normalises one sum after the other"
+        require(self.norm_order != "post" or not self.parallel, "parallel", expected, "true")
+
+    def parts(self) -> tuple[type[Any], ...]:
+        """See `TransformerConfig.parts`."""
+        return (*super().parts(), ParallelLayer) if self.parallel else super().parts()
+
+    @property
+    def may_recur(self) -> bool:
+        """Whether the decoder's self-attention can be replaced by a recurrent cell."""
+        return super().may_recur and not self.parallel
+
+
+class ParallelLayer(Layer):
+    """x + Attention(Norm(x)) + FeedForward(Norm(x))."""
+
+    def sublayers(self, x: Tensor, attend_self: Any, attend_source: Any) -> Tensor:
+        """See `Layer.sublayers`."""
+        seen = self.self_residual.change(x, attend_self)
+        return x + seen + self.feed_forward_residual.change(x, self.feed_forward)
+
+
+@dataclass(frozen=True)
+class DivisorConfig(TransformerConfig):
+    """Divisors of the attention scores.
+
+    Attributes:
+        attention_divisor: Divisor of the scores; 0 means sqrt(head width), as in the paper.
+        divide_by_layer: Divide the scores of the first layer by 1, of the second by 2, and so on,
+            as scale_attn_by_inverse_layer_idx of GPT-2.
+    """
+
+    attention_divisor: Cap = 0.0
+    divide_by_layer: bool = False
+
+    def divisor(self, layer: int) -> float:
+        """Divisor of the attention scores of a layer, from 0."""
+        by_layer = layer + 1 if self.divide_by_layer else 1
+        return (self.attention_divisor or super().divisor(layer)) * by_layer
+
+
+@dataclass(frozen=True)
+class OutputsConfig(TransformerConfig):
+    """Norms and outputs of encoders.
+
+    Attributes:
+        first_norm: Norm before the first sublayer; false in ModernBERT, whose embedding is
+            normalised.
+        output_activation: Activation of output_transform; None means as `activation`.
+        output_transform_bias: Add a bias to its linear layer; None means as `bias`.
+        lm_head: Project hidden states to logits; only an encoder-only model may go without.
+    """
+
+    first_norm: bool = True
+    output_activation: Activation | None = None
+    output_transform_bias: bool | None = None
+    lm_head: bool = True
+
+    def check(self) -> None:
+        """See `TransformerConfig.check`."""
+        super().check()
+        alone = self.architecture == "encoder-only"
+        require(alone or self.lm_head, "lm_head", "true unless encoder-only", "false")
+
+    @property
+    def has_first_norm(self) -> bool:
+        """Whether there is a norm before the first sublayer, where the order has one there."""
+        return self.first_norm
+
+    @property
+    def has_logits(self) -> bool:
+        """Whether hidden states are projected to logits."""
+        return self.lm_head
+
+    @property
+    def transform_activation(self) -> Activation:
+        """Activation of the output transform."""
+        return self.output_activation or super().transform_activation
