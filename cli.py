@@ -35,7 +35,7 @@ from transferry.runtime.console.shared_options import (
     ROWS,
     SEARCH,
     TOKENS,
-    TRUSTED_KEY,
+    TRUSTED_KEYS,
     job_options,
     open_job,
     option,
@@ -150,18 +150,24 @@ Examples:
 """
 )
 @click.argument("bundle_folder", metavar="BUNDLE", type=FILE)
-@TRUSTED_KEY
+@TRUSTED_KEYS
 @option("--graphs", is_flag=True, help="Show every file, and every tensor of every graph.")
 @option("--json", "as_json", is_flag=True, help="Print the manifest and certificates as JSON.")
-def inspect(bundle_folder: Path, trusted_key: Path | None, graphs: bool, as_json: bool) -> None:
+def inspect(
+    bundle_folder: Path,
+    trusted_key: tuple[Path, ...],
+    require_signatures: int,
+    graphs: bool,
+    as_json: bool,
+) -> None:
     """Show the contents of BUNDLE, after checking the hash of every file."""
     from transferry.runtime.bundle.bundle import Bundle
-    from transferry.runtime.proof.certificates.signature import load_public_key
+    from transferry.runtime.proof.certificates.signature import Trust
     from transferry.runtime.proof.certificates.stored import describe
     from transferry.runtime.tables import facts
 
     bundle = Bundle.load(bundle_folder)
-    rows = describe(bundle, load_public_key(trusted_key) if trusted_key else None)
+    rows = describe(bundle, Trust.load(trusted_key, require_signatures))
     if as_json:
         record = json.loads(bundle.manifest.to_json())
         record["certificates"] = [dict(zip(CERTIFICATE, row, strict=True)) for row in rows]
@@ -173,6 +179,39 @@ def inspect(bundle_folder: Path, trusted_key: Path | None, graphs: bool, as_json
         told = f"{date} against {against}, {count} rows, {signature}: {worth}"
         stray = [("no certificate", f"{cell} {worth}")]
         show(facts([("certificate", told), ("", cell)] if date else stray))
+
+
+@main.command(
+    epilog="""\b
+Examples:
+  transferry sign bundles/ende --key mine.key
+  transferry sign bundles/ende --key mine.key --trusted-key colleague.pub
+"""
+)
+@click.argument("bundle_folder", metavar="BUNDLE", type=FILE)
+@option("--key", required=True, type=FILE, help="Private key (PEM), as of verify --sign.")
+@option("--variant", help="Sign the certificates of this variant alone. Default: all.")
+@TRUSTED_KEYS
+def sign(
+    bundle_folder: Path,
+    key: Path,
+    variant: str | None,
+    trusted_key: tuple[Path, ...],
+    require_signatures: int,
+) -> None:
+    """Add a signature to the certificates of BUNDLE, beside those that they have.
+
+    Neither torch nor the checkpoint is needed: every file is hashed and compared with the
+    certificate. With --trusted-key, only certificates that those keys signed are countersigned.
+    """
+    from transferry.runtime.bundle.bundle import Bundle
+    from transferry.runtime.proof.certificates.signature import Trust, load_private_key
+    from transferry.runtime.proof.certificates.stored import sign as add_signature
+
+    trusted = Trust.load(trusted_key, require_signatures)
+    found = Bundle.load(bundle_folder)
+    for each in add_signature(found, load_private_key(key), variant=variant, trusted=trusted):
+        say(f"{each}, {each.rows()} rows, against {each.compared}: {each.holds()}")
 
 
 @main.command(

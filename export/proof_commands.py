@@ -60,16 +60,18 @@ certify_options = together(
     option(
         "--certify",
         panel=CERTIFICATE,
-        metavar="DATE",
-        help="Write a certificate with this date, YYYY-MM-DD.",
+        metavar="[DATE]",
+        is_flag=False,
+        flag_value="today",
+        help="Write a certificate with this date, YYYY-MM-DD. Default date: today's.",
     ),
     option(
         "--sign",
         panel=CERTIFICATE,
         metavar="KEY",
         type=FILE,
-        help="Sign the certificate with this ECDSA P-256 private key (PEM; passphrase in "
-        "TRANSFERRY_KEY_PASSPHRASE).",
+        help="Sign the certificate with this private key (PEM, Ed25519 or ECDSA P-256; "
+        "passphrase in TRANSFERRY_KEY_PASSPHRASE).",
     ),
     option(
         "--batch-rows",
@@ -175,7 +177,7 @@ def verify(bundle_folder: Path, **options: Any) -> None:
     imports = checkpoint is not None and is_pretrained(checkpoint)
     texts, targets = (some_lines(path) if path else None for path in (text, target))
     if date:
-        check_date(date)
+        date = check_date(date)
     key = load_private_key(options["sign"]) if options["sign"] else None
     bundle, session = Bundle.load(bundle_folder), SessionOptions(**given(options, SessionOptions))
     if date:

@@ -36,7 +36,7 @@ FORMER_NAMES |= {"device-id": "device"}
 # Commands by purpose, in the order in which a model meets them.
 COMMANDS = {
     "Make a bundle": ("train", "distil", "import", "export"),
-    "Prove it": ("verify", "report", "audit"),
+    "Prove it": ("verify", "sign", "report", "audit"),
     "Use it": ("run", "score", "merge", "inspect", "page"),
     "Machine": ("doctor", "completion"),
 }

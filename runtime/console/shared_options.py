@@ -125,8 +125,9 @@ def check_settings(context: click.Context, path: Path) -> None:
 
 
 def _alone(parameter: click.Parameter, value: Any) -> Any:
-    """Returns a value of a file of settings; --column took one value before it took several."""
-    return [value] if parameter.name == "column" and isinstance(value, str) else value
+    """Returns a value of a file of settings; some options took a single one in earlier versions."""
+    several = parameter.name in ("column", "trusted_key")
+    return [value] if several and isinstance(value, str) else value
 
 
 def _kind(parameter: click.Parameter) -> Any:
@@ -203,12 +204,22 @@ session_options = together(
         help="Optimisation level of onnxruntime.",
     ),
 )
-TRUSTED_KEY = option(
-    "--trusted-key",
-    panel=PROOF,
-    metavar="PUB",
-    type=FILE,
-    help="Public key (PEM) that must have signed the certificate.",
+TRUSTED_KEYS = together(
+    option(
+        "--trusted-key",
+        panel=PROOF,
+        metavar="PUB",
+        type=FILE,
+        multiple=True,
+        help="Public key (PEM) that must have signed the certificate; may be given several times.",
+    ),
+    option(
+        "--require-signatures",
+        panel=PROOF,
+        type=click.IntRange(1, 64),
+        default=1,
+        help="Number of the trusted keys that must have signed it.",
+    ),
 )
 # Fields of GenerationOptions that --prefix and --suppress make of text.
 TOKENS = ("prefix", "suppress", "suppress_sequences")
@@ -257,7 +268,7 @@ job_options = together(
         help="Exit with 4 unless a certificate covers variant, settings, search and batches, and "
         "is at least that strong. Default strength: run.",
     ),
-    TRUSTED_KEY,
+    TRUSTED_KEYS,
     fields_as_options(RayOptions, panel=RAY),
     option(
         "--dry-run",
@@ -327,7 +338,7 @@ def _engine_loader(options: Mapping[str, Any]) -> Callable[[], Engine]:
     trusted_key = options["trusted_key"]
     if options["engine"] == "ray":  # a worker has its own working directory, and few cores
         folder, replicas = folder.absolute(), replicas or 1
-        trusted_key = trusted_key and trusted_key.absolute()
+        trusted_key = [path.absolute() for path in trusted_key]
     try:
         devices = tuple(int(number) for number in str(options["device"]).split(","))
     except ValueError as error:
@@ -343,5 +354,6 @@ def _engine_loader(options: Mapping[str, Any]) -> Callable[[], Engine]:
         batches=batch_options(rows),
         require_certificate=options["require_certificate"] or False,
         trusted_key=trusted_key,
+        require_signatures=options["require_signatures"],
         special_tokens=options["special_tokens"],
     )

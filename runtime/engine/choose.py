@@ -5,17 +5,17 @@ from transferry.runtime.bundle.specs import Variant
 from transferry.runtime.ort.graph_runner import runtime_of
 from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.precision import Precision
-from transferry.runtime.proof.certificates.signature import PublicKey
+from transferry.runtime.proof.certificates.signature import Trust
 from transferry.runtime.proof.certificates.standing import standing
 
 
-def fastest(bundle: Bundle, options: SessionOptions, trusted: PublicKey | None = None) -> Variant:
+def fastest(bundle: Bundle, options: SessionOptions, trusted: Trust | None = None) -> Variant:
     """Returns the fastest variant that is verified for this way of computing.
 
     Without such a variant, the fastest that is verified elsewhere; without any certificate, the
     fastest in the model's own precision, which export has compared with the recorded answers.
     Reduced precision answers differently, so without a certificate it must be named. Certificates
-    that a trusted key did not sign do not count.
+    that trusted keys did not sign do not count.
 
     Raises:
         InputError: A certificate cannot be read.

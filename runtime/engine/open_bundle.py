@@ -37,7 +37,7 @@ from transferry.runtime.ort.encoder import EncoderModel
 from transferry.runtime.ort.open_model import ServedDecoder, ServedModel, open_model
 from transferry.runtime.ort.session import Few, SessionOptions
 from transferry.runtime.proof.certificates.certificate import Certificate
-from transferry.runtime.proof.certificates.signature import PublicKey, load_public_key
+from transferry.runtime.proof.certificates.signature import Trust
 from transferry.runtime.proof.certificates.standing import (
     require_search,
     require_standing,
@@ -104,7 +104,8 @@ class OpenBundle:
         replicas: int | None = None,
         batches: BatchOptions | None = None,
         require_certificate: Strength | bool = False,
-        trusted_key: Path | str | None = None,
+        trusted_key: Path | str | Sequence[Path | str] | None = None,
+        require_signatures: int = 1,
         prove: Callable[[Bundle, ServedModel], ParityReport] = verify_recorded,
         special_tokens: Literal["as-text", "as-tokens"] = "as-text",
         **session: Any,
@@ -126,7 +127,9 @@ class OpenBundle:
                 (or True) against the checkpoint, "run without fresh graphs" against its answers
                 and weights alone, "recorded" against the recorded answers. Larger batches than
                 were verified are not computed, other searches refused.
-            trusted_key: PEM file of the public key that must have signed the required certificate.
+            trusted_key: PEM file of the public key that must have signed the required certificate,
+                or files of several.
+            require_signatures: Number of the trusted keys that must have signed it.
             prove: Verifies, on this machine, a bundle that was verified on another.
             special_tokens: Meaning of text that looks like a special token, such as "</s>": text,
                 or as in transformers that token. Chats and token ids are read alike in both.
@@ -139,13 +142,14 @@ class OpenBundle:
             ProviderError: The provider cannot run here.
             UsageError: An option is out of range, or there is no such variant.
         """
-        if trusted_key is not None and not require_certificate:
+        if trusted_key and not require_certificate:
             raise UsageError("--trusted-key has no effect without --require-certificate")
         strength = "run" if require_certificate is True else require_certificate or None
         if strength is not None and strength not in STRENGTHS:
             expected = ", ".join(STRENGTHS)
             raise UsageError(Option("require_certificate"), f" must be one of {expected}")
-        trusted = load_public_key(Path(trusted_key)) if trusted_key is not None else None
+        paths = [trusted_key] if isinstance(trusted_key, str | Path) else trusted_key or []
+        trusted = Trust.load([Path(path) for path in paths], require_signatures)
         bundle = Bundle.load(Path(folder))
         options = session_options(options, session)
         devices = _devices(options, device_ids)
@@ -427,7 +431,7 @@ def _open_certified(
     variant: Variant,
     options: SessionOptions,
     strength: Strength | None,
-    trusted: PublicKey | None,
+    trusted: Trust | None,
     prove: Callable[[Bundle, ServedModel], ParityReport],
 ) -> tuple[ServedModel, str, Certificate | None]:
     """Opens a variant on one device, cites its certificate, and returns one that is required."""

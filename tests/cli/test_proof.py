@@ -125,6 +125,29 @@ def test_a_certificate_covers_what_was_verified(
     assert "--beam needs --checkpoint" in alone.stderr
 
 
+def countersigned(bundle: Path, run: list[str | Path], public: Path, folder: Path) -> None:
+    """A second person signs a certificate, and a job demands both signatures."""
+    second, second_public = key_files(folder, "second", secret=11)
+    key_id = load_public_key(public).key_id
+    told = done("sign", bundle, "--key", second, "--trusted-key", public).stderr
+    assert told.count("signed by ") == 1
+    assert f"{key_id}, {load_public_key(second_public).key_id}, " in told
+    both: list[str | Path] = [
+        "--trusted-key",
+        public,
+        "--trusted-key",
+        second_public,
+        "--require-signatures",
+        "2",
+    ]
+    done(*run, "--force", *both)
+    assert call(*run, "--force", *both[:2], *both[4:]).exit_code == 2
+    _, unknown = key_files(folder, "unknown", secret=13)
+    refused = call("sign", bundle, "--key", second, "--trusted-key", unknown)
+    assert refused.exit_code == 3
+    assert "no certificate to sign" in refused.stderr
+
+
 def test_from_a_signature_to_a_result_that_cites_its_key(
     bundle: Path, run_folder: Path, lines: Path, tmp_path: Path
 ) -> None:
@@ -150,7 +173,7 @@ def test_from_a_signature_to_a_result_that_cites_its_key(
     done(*run, "--trusted-key", public)
     settings = tomllib.loads(Path(f"{out}.settings.toml").read_text(encoding="utf-8"))
     assert settings["made"]["certificate"].endswith(f", signed by {key_id}")
-    assert settings["trusted_key"] == str(public)
+    assert settings["trusted_key"] == [str(public)]
     again = tmp_path / "again"
     done("run", bundle, lines, "-o", again, "--config", f"{out}.settings.toml")
     assert again.read_bytes() == out.read_bytes()
@@ -161,6 +184,7 @@ def test_from_a_signature_to_a_result_that_cites_its_key(
         assert refused.exit_code == 4
         assert f"is signed by {key_id}, not by the trusted key" in refused.stderr
 
+    countersigned(bundle, run, public, tmp_path)
     over = call("verify", bundle, *options)
     assert over.exit_code == 2
     assert "is signed, and the new one is not" in over.stderr
@@ -205,7 +229,7 @@ def test_the_workers_of_ray_check_the_signature_too(
     monkeypatch.chdir(tmp_path)
     options = ["--engine", "ray", "--require-certificate=recorded", "--trusted-key", public.name]
     assert "far enough" in call("run", bundle, lines, "-o", "out", *options).stderr
-    assert loaded["trusted_key"] == public
+    assert loaded["trusted_key"] == [public]
     assert loaded["require_certificate"] == "recorded"
 
 

@@ -237,12 +237,19 @@ class Certificate(Verified):
         return ""
 
 
-def check_date(date: str) -> None:
-    """Raises UsageError unless this is a date as YYYY-MM-DD, tomorrow's at the latest."""
+def check_date(date: str) -> str:
+    """Returns the date, with "today" resolved, as YYYY-MM-DD.
+
+    Raises:
+        UsageError: It is no date, later than tomorrow, or before there were bundles.
+    """
+    if date == "today":
+        return datetime.datetime.now().astimezone().date().isoformat()
     if _day(date) > _tomorrow():
         raise UsageError(
             f"expected the date of the verification, found {date}, which is in the future"
         )
+    return date
 
 
 def _tomorrow() -> datetime.date:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -29,7 +29,7 @@ from msgspec import Meta, Struct, field
 from transferry.runtime.errors import InputError
 from transferry.runtime.io.documents import MOST_JSON, decode
 from transferry.runtime.io.whole import read_bytes
-from transferry.runtime.proof.certificates.signature import PrivateKey, PublicKey
+from transferry.runtime.proof.certificates.signature import PrivateKey, PublicKey, Trust
 
 FOLDER = "certificates"
 FORMAT = 5
@@ -76,16 +76,31 @@ class Envelope:
     @classmethod
     def seal(cls, payload: bytes, key: PrivateKey | None = None) -> Envelope:
         """Puts a statement into an envelope; signs it if there is a key."""
-        material, signatures = {}, []
-        if key is not None:
-            material = {"publicKey": {"hint": key.public.hint}}
-            signatures = [_Signature(keyid=key.public.key_id, sig=key.sign(pae(payload)))]
+        unsigned = cls._of(payload, (), "")
+        return unsigned if key is None else unsigned.signed(key)
+
+    @classmethod
+    def _of(cls, payload: bytes, signatures: Sequence[tuple[str, bytes]], hint: str) -> Envelope:
         record = _File(
             media_type=MEDIA_TYPE,
-            verification_material=material,
-            dsse_envelope=_Envelope(PAYLOAD_TYPE, payload, signatures),
+            verification_material={"publicKey": {"hint": hint}} if hint else {},
+            dsse_envelope=_Envelope(
+                PAYLOAD_TYPE, payload, [_Signature(keyid=name, sig=sig) for name, sig in signatures]
+            ),
         )
         return cls.parse(f"{json.dumps(msgspec.to_builtins(record), indent=1)}\n".encode())
+
+    def signed(self, key: PrivateKey) -> Envelope:
+        """Returns the envelope with one more signature; itself if the key has signed it already.
+
+        The hint stays that of the first key, whose signature other tools look for.
+        """
+        if self.signers([key.public]):
+            return self
+        material = json.loads(self.content)["verificationMaterial"] if self.signatures else {}
+        hint = material.get("publicKey", {}).get("hint") or key.public.hint
+        added = (key.public.key_id, key.sign(pae(self.payload)))
+        return self._of(self.payload, (*self.signatures, added), hint)
 
     @classmethod
     def parse(cls, content: bytes) -> Envelope:
@@ -101,19 +116,28 @@ class Envelope:
         signatures = tuple((_key_id(one.keyid), one.sig) for one in found.signatures)
         return cls(content, found.payload, signatures)
 
-    def refusal(self, key: PublicKey) -> str:
-        """Returns why the envelope is not signed by this key; empty if it is.
+    def signers(self, keys: Iterable[PublicKey]) -> list[str]:
+        """Returns the ids of the keys that signed.
 
-        The signature is checked over the payload's bytes as stored, before anything parses them.
+        Signatures are checked over the payload's bytes as stored, before anything parses them.
         """
+        message, signatures = pae(self.payload), [signature for _, signature in self.signatures]
+        return [key.key_id for key in keys if any(key.accepts(message, one) for one in signatures)]
+
+    def refusal(self, trust: Trust) -> str:
+        """Returns why too few of these keys signed the envelope; empty if enough did."""
         if not self.signatures:
             return "is unsigned"
-        message = pae(self.payload)
-        if any(key.accepts(message, signature) for _, signature in self.signatures):
+        signed = self.signers(trust.keys)
+        if len(signed) >= trust.least:
             return ""
-        others = [key_id for key_id, _ in self.signatures if key_id != key.key_id]
+        known = [key.key_id for key in trust.keys]
+        if signed:
+            lacks = ", ".join(key_id for key_id in known if key_id not in signed)
+            return f"has {len(signed)} of {trust.least} signatures by trusted keys, none of {lacks}"
+        others = [key_id for key_id, _ in self.signatures if key_id not in known]
         if len(others) == len(self.signatures):
-            return f"is signed by {others[0]}, not by the trusted key {key.key_id}"
+            return f"is signed by {', '.join(others)}, not by the trusted key {', '.join(known)}"
         return "has changed since it was signed"
 
 

@@ -1,4 +1,4 @@
-"""Keys that sign certificates: ECDSA on the curve P-256 with SHA-256 (FIPS 186-5).
+"""Keys that sign certificates: Ed25519 (RFC 8032), and ECDSA on P-256 with SHA-256 (FIPS 186-5).
 
 `cryptography`, an extra, is imported when a key is opened.
 """
@@ -8,11 +8,12 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from transferry.runtime.errors import InputError, UsageError, install_command
+from transferry.runtime.errors import InputError, UsageError, install_command, require
 from transferry.runtime.io.whole import read_bytes
 
 if TYPE_CHECKING:
@@ -20,20 +21,24 @@ if TYPE_CHECKING:
         EllipticCurvePrivateKey,
         EllipticCurvePublicKey,
     )
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import (
+        Ed25519PrivateKey,
+        Ed25519PublicKey,
+    )
     from cryptography.hazmat.primitives.serialization import Encoding
 
 PASSPHRASE = "TRANSFERRY_KEY_PASSPHRASE"
 CURVE = "secp256r1"  # P-256; openssl calls it prime256v1
 MOST_KEY = 1 << 16  # bytes
-MAKE_PRIVATE = "openssl ecparam -name prime256v1 -genkey -noout -out KEY"
-MAKE_PUBLIC = "openssl ec -in KEY -pubout -out PUB"
+MAKE_PRIVATE = "openssl genpkey -algorithm ed25519 -out KEY"
+MAKE_PUBLIC = "openssl pkey -in KEY -pubout -out PUB"
 
 
 @dataclass(frozen=True)
 class PublicKey:
     """A key that checks signatures."""
 
-    key: EllipticCurvePublicKey
+    key: EllipticCurvePublicKey | Ed25519PublicKey
 
     @property
     def key_id(self) -> str:
@@ -62,7 +67,10 @@ class PublicKey:
         from cryptography.hazmat.primitives.asymmetric import ec
 
         try:
-            self.key.verify(signature, message, ec.ECDSA(hashes.SHA256()))
+            if isinstance(self.key, ec.EllipticCurvePublicKey):
+                self.key.verify(signature, message, ec.ECDSA(hashes.SHA256()))
+            else:
+                self.key.verify(signature, message)
         except InvalidSignature:
             return False
         return True
@@ -72,7 +80,7 @@ class PublicKey:
 class PrivateKey:
     """A key that signs."""
 
-    key: EllipticCurvePrivateKey
+    key: EllipticCurvePrivateKey | Ed25519PrivateKey
 
     @property
     def public(self) -> PublicKey:
@@ -80,9 +88,9 @@ class PrivateKey:
         return PublicKey(self.key.public_key())
 
     def sign(self, message: bytes) -> bytes:
-        """Returns the signature of a message, DER-encoded.
+        """Returns the signature of a message: of ECDSA DER-encoded, of Ed25519 64 bytes.
 
-        It is deterministic (RFC 6979), so that the same certificate has the same bytes.
+        It is deterministic (RFC 6979, RFC 8032), so that the same certificate has the same bytes.
 
         Raises:
             UsageError: The installed OpenSSL signs with random numbers only.
@@ -91,6 +99,8 @@ class PrivateKey:
         from cryptography.hazmat.primitives import hashes
         from cryptography.hazmat.primitives.asymmetric import ec
 
+        if not isinstance(self.key, ec.EllipticCurvePrivateKey):
+            return self.key.sign(message)
         try:
             algorithm = ec.ECDSA(hashes.SHA256(), deterministic_signing=True)
             return self.key.sign(message, algorithm)
@@ -102,15 +112,46 @@ class PrivateKey:
             ) from error
 
 
+@dataclass(frozen=True)
+class Trust:
+    """Keys whose signatures count.
+
+    Attributes:
+        keys: The keys, each once.
+        least: Number of them that must have signed a certificate.
+    """
+
+    keys: tuple[PublicKey, ...]
+    least: int = 1
+
+    @classmethod
+    def load(cls, paths: Sequence[Path], least: int = 1) -> Trust | None:
+        """Reads keys from PEM files; None without any.
+
+        Raises:
+            InputError: As `load_private_key`.
+            UsageError: cryptography is not installed, or more signatures are required than there
+                are keys.
+        """
+        keys = {key.key_id: key for key in map(load_public_key, paths)}
+        require(
+            1 <= least <= max(1, len(keys)),
+            "require_signatures",
+            f"from 1 to {max(1, len(keys))}, the number of trusted keys",
+            least,
+        )
+        return cls(tuple(keys.values()), least) if keys else None
+
+
 def load_private_key(path: Path) -> PrivateKey:
-    """Reads the private key of `verify --sign`.
+    """Reads the private key of `sign --key` and `verify --sign`.
 
     Args:
         path: PEM file. The passphrase of an encrypted one is in TRANSFERRY_KEY_PASSPHRASE.
 
     Raises:
-        InputError: The file is unreadable, encrypted with another passphrase, or no private key on
-            the curve P-256.
+        InputError: The file is unreadable, encrypted with another passphrase, or no private key of
+            Ed25519 or on the curve P-256.
         UsageError: cryptography is not installed.
     """
     return PrivateKey(_load(path, "private"))
@@ -125,7 +166,7 @@ def _load(path: Path, kind: Literal["private", "public"]) -> Any:
     try:
         from cryptography.exceptions import UnsupportedAlgorithm
         from cryptography.hazmat.primitives import serialization
-        from cryptography.hazmat.primitives.asymmetric import ec
+        from cryptography.hazmat.primitives.asymmetric import ec, ed25519
     except ModuleNotFoundError as error:
         raise UsageError(
             f"signatures need cryptography, which is not installed; {install_command('sign')}"
@@ -149,10 +190,11 @@ def _load(path: Path, kind: Literal["private", "public"]) -> Any:
                 "correct the passphrase"
             ) from error
         raise _no_key(path, kind, _label(content)) from error
-    wanted = ec.EllipticCurvePublicKey if kind == "public" else ec.EllipticCurvePrivateKey
-    if not isinstance(key, wanted) or key.curve.name != CURVE:
-        raise _no_key(path, kind, _kind(key))
-    return key
+    edwards = (ed25519.Ed25519PublicKey, ed25519.Ed25519PrivateKey)
+    elliptic = (ec.EllipticCurvePublicKey, ec.EllipticCurvePrivateKey)
+    if isinstance(key, edwards) or (isinstance(key, elliptic) and key.curve.name == CURVE):
+        return key
+    raise _no_key(path, kind, _kind(key))
 
 
 def _passphrase(path: Path) -> str:
@@ -166,8 +208,8 @@ def _passphrase(path: Path) -> str:
 def _no_key(path: Path, kind: str, found: str) -> InputError:
     remedy = MAKE_PRIVATE if kind == "private" else MAKE_PUBLIC
     return InputError(
-        f"{path}: expected a {kind} key as PEM, ECDSA on the curve P-256, found {found}. Make one: "
-        f"{remedy}"
+        f"{path}: expected a {kind} key as PEM, Ed25519 or ECDSA on the curve P-256, found "
+        f"{found}. Make one: {remedy}"
     )
 
 

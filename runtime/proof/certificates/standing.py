@@ -18,7 +18,7 @@ from transferry.runtime.proof.certificates.certificate import (
     search_kind,
 )
 from transferry.runtime.proof.certificates.envelope import FOLDER
-from transferry.runtime.proof.certificates.signature import PublicKey
+from transferry.runtime.proof.certificates.signature import Trust
 from transferry.runtime.proof.certificates.stored import read_certificates
 from transferry.runtime.proof.certificates.strength import GRAPHS, STRENGTHS, Strength
 
@@ -58,7 +58,7 @@ class Standing:
 
 
 def standing(
-    bundle: Bundle, variant: Variant, options: SessionOptions, trusted: PublicKey | None = None
+    bundle: Bundle, variant: Variant, options: SessionOptions, trusted: Trust | None = None
 ) -> Standing:
     """Finds the certificate that applies to a session.
 
@@ -66,7 +66,7 @@ def standing(
         bundle: The bundle.
         variant: The variant.
         options: How it is opened.
-        trusted: Key that must have signed the certificate; others are not even parsed.
+        trusted: Keys that must have signed the certificate; others are not even parsed.
 
     Raises:
         InputError: The certificate of this way of computing cannot be read.

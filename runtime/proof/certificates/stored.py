@@ -30,20 +30,20 @@ from transferry.runtime.proof.certificates.envelope import (
     read_envelope,
     statement,
 )
-from transferry.runtime.proof.certificates.signature import PrivateKey, PublicKey
+from transferry.runtime.proof.certificates.signature import PrivateKey, Trust
 from transferry.runtime.proof.certificates.strength import STRENGTHS, Strength
 from transferry.runtime.proof.report import ParityReport
 
 
 def read_certificates(
-    bundle: Bundle, own: Cell | None = None, trusted: PublicKey | None = None
+    bundle: Bundle, own: Cell | None = None, trusted: Trust | None = None
 ) -> Iterator[tuple[str, Certificate | str]]:
     """Yields the name of each file in `certificates`, and its certificate or the reason against it.
 
     Args:
         bundle: The bundle.
         own: Way of computing whose certificate must be readable. Default: none.
-        trusted: Key that must have signed the certificates; others are not even parsed.
+        trusted: Keys that must have signed the certificates; others are not even parsed.
 
     Raises:
         InputError: The certificate of `own` cannot be read.
@@ -57,8 +57,9 @@ def read_certificates(
             if trusted is not None and (refusal := envelope.refusal(trusted)):
                 yield name, refusal
                 continue
-            origin, signer = str(bundle.folder / FOLDER / name), trusted.key_id if trusted else ""
-            found = Certificate.of(envelope, origin, signer)
+            signers = envelope.signers(trusted.keys) if trusted else []
+            origin = str(bundle.folder / FOLDER / name)
+            found = Certificate.of(envelope, origin, ", ".join(signers))
         except InputError as error:
             if own is not None and name == own.file_name:
                 raise
@@ -82,13 +83,13 @@ def certificates(bundle: Bundle, own: Cell | None = None) -> list[Certificate]:
 
 
 def describe(
-    bundle: Bundle, trusted: PublicKey | None = None
+    bundle: Bundle, trusted: Trust | None = None
 ) -> Sequence[tuple[str, str, str, str, str, str]]:
     """Returns date, reference, cell, rows, signature and validity of each certificate.
 
     Args:
         bundle: The bundle.
-        trusted: Key that must have signed them. Default: no signature is checked.
+        trusted: Keys that must have signed them. Default: no signature is checked.
     """
     found = []
     for name, each in read_certificates(bundle):
@@ -96,7 +97,8 @@ def describe(
             found.append(("", "", name, "", "", each))
             continue
         refusal = each.envelope.refusal(trusted) if trusted else ""
-        one = replace(each, signer=trusted.key_id) if trusted and not refusal else each
+        signers = each.envelope.signers(trusted.keys) if trusted else []
+        one = replace(each, signer=", ".join(signers)) if not refusal else each
         signature, rows = refusal or one.signature(), one.rows()
         worth = "refused" if refusal else one.changed(bundle) or one.holds()
         found.append((one.date, one.compared, str(one.cell), rows, signature, worth))
@@ -186,6 +188,40 @@ def certify(
     with atomic_file(path) as file:
         file.write(envelope.content)
     return Certificate.of(envelope, str(path), key.public.key_id if key else "")
+
+
+def sign(
+    bundle: Bundle, key: PrivateKey, *, variant: str | None = None, trusted: Trust | None = None
+) -> list[Certificate]:
+    """Adds a signature to the certificates of a bundle that fit its files; returns them.
+
+    Args:
+        bundle: The bundle.
+        key: Key that signs.
+        variant: Name of the only variant whose certificates are signed. Default: of all.
+        trusted: Keys that must have signed before. Default: none.
+
+    Raises:
+        InputError: There is no such certificate, or it cannot be written.
+    """
+    signed, reasons = list[Certificate](), []
+    for name, found in read_certificates(bundle, None, trusted):
+        why = found if isinstance(found, str) else found.changed(bundle)
+        if isinstance(found, str) or why:
+            reasons.append(f"; {FOLDER}/{name} {why}")
+        elif variant in (None, found.cell.variant):
+            envelope = found.envelope.signed(key)
+            path = bundle.folder / FOLDER / name
+            with atomic_file(path) as file:
+                file.write(envelope.content)
+            signers = [key_id for key_id, _ in envelope.signatures]
+            signed.append(Certificate.of(envelope, str(path), ", ".join(signers)))
+    if not signed:
+        told = f" for variant {variant}" if variant else ""
+        raise InputError(
+            f"{bundle.folder}: no certificate{told} to sign{''.join(reasons)}; see verify --certify"
+        )
+    return signed
 
 
 def _verified(

@@ -20,7 +20,7 @@ from transferry.runtime.proof.certificates.envelope import (
     read_statement,
     statement,
 )
-from transferry.runtime.proof.certificates.signature import load_private_key, load_public_key
+from transferry.runtime.proof.certificates.signature import Trust, load_private_key, load_public_key
 
 
 def hashes(folder: Path) -> dict[str, str]:
@@ -66,13 +66,13 @@ def test_another_statement_is_refused(changes: dict[str, Any], message: str) -> 
 
 def test_an_envelope_is_read_back_and_its_bytes_are_always_the_same(tmp_path: Path) -> None:
     private, public = key_files(tmp_path)
-    key, trusted = load_private_key(private), load_public_key(public)
+    key, trusted = load_private_key(private), Trust((load_public_key(public),))
     payload = statement(FILES, REPORT)
     unsigned, signed = Envelope.seal(payload), Envelope.seal(payload, key)
     assert signed == Envelope.parse(signed.content) == Envelope.seal(payload, key)
     assert unsigned.payload == signed.payload == payload
     assert (unsigned.signatures, unsigned.refusal(trusted)) == ((), "is unsigned")
-    assert [key_id for key_id, _ in signed.signatures] == [trusted.key_id]
+    assert [key_id for key_id, _ in signed.signatures] == [trusted.keys[0].key_id]
     assert signed.refusal(trusted) == ""
 
 
@@ -85,7 +85,8 @@ def tampered(envelope: Envelope, **changes: Any) -> Envelope:
 def test_a_changed_envelope_is_refused(tmp_path: Path) -> None:
     private, public = key_files(tmp_path)
     other_private, other_public = key_files(tmp_path, "other", secret=7)
-    trusted = load_public_key(public)
+    own = load_public_key(public)
+    trusted = Trust((own,))
     envelope = Envelope.seal(statement(FILES, REPORT), load_private_key(private))
     (signature,) = json.loads(envelope.content)["dsseEnvelope"]["signatures"]
     changed = "has changed since it was signed"
@@ -99,17 +100,39 @@ def test_a_changed_envelope_is_refused(tmp_path: Path) -> None:
     assert tampered(envelope, signatures=[]).refusal(trusted) == "is unsigned"
 
     other = load_public_key(other_public)
-    message = f"is signed by {trusted.key_id}, not by the trusted key {other.key_id}"
-    assert envelope.refusal(other) == message
+    message = f"is signed by {own.key_id}, not by the trusted key {other.key_id}"
+    assert envelope.refusal(Trust((other,))) == message
     # A key id proves nothing, right or wrong.
     forged = Envelope.seal(envelope.payload, load_private_key(other_private))
     claimed = {**json.loads(forged.content)["dsseEnvelope"]["signatures"][0]}
-    claimed["keyid"] = trusted.key_id
+    claimed["keyid"] = own.key_id
     assert tampered(forged, signatures=[claimed]).refusal(trusted) == changed
     unnamed = {**signature, "keyid": "x\nsigned by somebody"}
     assert tampered(envelope, signatures=[unnamed]).signatures[0][0] == "an unnamed key"
     assert tampered(envelope, signatures=[unnamed]).refusal(trusted) == ""
     assert tampered(envelope, signatures=[claimed, signature]).refusal(trusted) == ""
+
+
+def test_a_second_signature_stands_beside_the_first(tmp_path: Path) -> None:
+    first, second = (key_files(tmp_path, name, secret) for name, secret in (("a", 5), ("b", 7)))
+    keys = [load_public_key(public) for _, public in (first, second)]
+    one = Envelope.seal(b"{}", load_private_key(first[0]))
+    both = one.signed(load_private_key(second[0]))
+    assert [key_id for key_id, _ in both.signatures] == [key.key_id for key in keys]
+    assert both.payload == one.payload
+    assert both.signers(keys) == [key.key_id for key in keys]
+    assert both.signed(load_private_key(first[0])).content == both.content
+    hints = [json.loads(each.content)["verificationMaterial"] for each in (one, both)]
+    assert hints[0] == hints[1] == {"publicKey": {"hint": keys[0].hint}}
+    two = Trust(tuple(keys), 2)
+    assert both.refusal(two) == ""
+    lacks = f"has 1 of 2 signatures by trusted keys, none of {keys[1].key_id}"
+    assert one.refusal(two) == lacks
+    # The same signature twice, and one by a stranger, count once and not at all.
+    record = json.loads(one.content)["dsseEnvelope"]["signatures"]
+    assert tampered(one, signatures=record * 2).refusal(two) == lacks
+    stranger = load_private_key(key_files(tmp_path, "c", 11)[0])
+    assert one.signed(stranger).refusal(two) == lacks
 
 
 @pytest.mark.parametrize(

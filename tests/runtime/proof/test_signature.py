@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from cryptography.exceptions import UnsupportedAlgorithm
-from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
+from cryptography.hazmat.primitives.asymmetric import ec, ed448, ed25519, rsa
 from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature
 from cryptography.hazmat.primitives.serialization import (
     Encoding,
@@ -40,6 +40,23 @@ def test_the_vector_of_rfc_6979(tmp_path: Path) -> None:
         assert not key.accepts(b"sample", other)
 
 
+def test_the_vector_of_rfc_8032(tmp_path: Path) -> None:
+    """Section 7.1, test 2: Ed25519 of the message 0x72."""
+    secret = bytes.fromhex("4ccd089b28ff96da9db6c346ec114e0f5b8a319f35aba624da8cf6ed4fb8a6fb")
+    key = ed25519.Ed25519PrivateKey.from_private_bytes(secret)
+    private = write(tmp_path, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    signature = load_private_key(private).sign(b"\x72")
+    assert signature.hex() == (
+        "92a009a9f0d4cab8720e820b5f642540a2b27b5416503f8fb3762223ebdb69da"
+        "085ac1e43e15996e458f3613d0f11d8c387b2eaeb4302aeeb00d291612bb0c00"
+    )
+    info = (Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+    public = load_public_key(write(tmp_path, key.public_key().public_bytes(*info)))
+    assert public.accepts(b"\x72", signature)
+    for message, other in ((b"\x73", signature), (b"\x72", signature[:-1]), (b"\x72", b"")):
+        assert not public.accepts(message, other)
+
+
 def test_no_random_signature_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unsupported(*_: object, **__: object) -> None:
         raise UnsupportedAlgorithm("ECDSA with deterministic signature (RFC 6979)")
@@ -69,7 +86,7 @@ def unfit_keys() -> dict[str, tuple[bytes, str, str]]:
     """Content, and the message's word for it: as private key, as public key."""
     p384, k256 = ec.derive_private_key(7, ec.SECP384R1()), ec.derive_private_key(7, ec.SECP256K1())
     of_rsa = rsa.generate_private_key(65537, 1024)
-    edwards = ed25519.Ed25519PrivateKey.from_private_bytes(bytes(32))
+    edwards = ed448.Ed448PrivateKey.from_private_bytes(bytes(57))
     plain = (Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     info = (Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
     fit = ec.derive_private_key(7, ec.SECP256R1())
@@ -79,7 +96,7 @@ def unfit_keys() -> dict[str, tuple[bytes, str, str]]:
         "P-384, public": (public_pem(p384), "a public key", "one on the curve secp384r1"),
         "RSA": (of_rsa.private_bytes(*plain), "a key for RSA", "a private key"),
         "RSA, public": (of_rsa.public_key().public_bytes(*info), "a public key", "a key for RSA"),
-        "Ed25519": (edwards.private_bytes(*plain), "a key for Ed25519", "a private key"),
+        "Ed448": (edwards.private_bytes(*plain), "a key for Ed448", "a private key"),
         "DER": (fit.private_bytes(Encoding.DER, *plain[1:]), "no PEM", "no PEM"),
         "empty": (b"", "an empty file", "an empty file"),
         "text": (b"key\n", "no PEM", "no PEM"),
@@ -95,14 +112,16 @@ def test_a_file_without_such_a_key_is_named(tmp_path: Path, name: str) -> None:
     with pytest.raises(InputError) as private:
         load_private_key(path)
     assert str(private.value) == (
-        f"{path}: expected a private key as PEM, ECDSA on the curve P-256, found {as_private}. "
-        "Make one: openssl ecparam -name prime256v1 -genkey -noout -out KEY"
+        f"{path}: expected a private key as PEM, Ed25519 or ECDSA on the curve P-256, "
+        f"found {as_private}. "
+        "Make one: openssl genpkey -algorithm ed25519 -out KEY"
     )
     with pytest.raises(InputError) as public:
         load_public_key(path)
     assert str(public.value) == (
-        f"{path}: expected a public key as PEM, ECDSA on the curve P-256, found {as_public}. "
-        "Make one: openssl ec -in KEY -pubout -out PUB"
+        f"{path}: expected a public key as PEM, Ed25519 or ECDSA on the curve P-256, "
+        f"found {as_public}. "
+        "Make one: openssl pkey -in KEY -pubout -out PUB"
     )
 
 

@@ -3,6 +3,7 @@
 import base64
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -26,9 +27,9 @@ from transferry.runtime.io.whole import sha256
 from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.proof.certificates import certificate as certificate_module
 from transferry.runtime.proof.certificates.envelope import FOLDER, Envelope
-from transferry.runtime.proof.certificates.signature import load_public_key
+from transferry.runtime.proof.certificates.signature import Trust, load_private_key, load_public_key
 from transferry.runtime.proof.certificates.standing import standing
-from transferry.runtime.proof.certificates.stored import certificates, describe
+from transferry.runtime.proof.certificates.stored import certificates, describe, sign
 from transferry.runtime.proof.report import ParityReport
 
 Keys = tuple[Path, Path]
@@ -65,8 +66,41 @@ def test_a_signed_certificate_is_cited_with_its_key(folder: Path, keys: Keys) ->
     assert Engine.load(folder).certificate.endswith(f", signature of {key_id} not checked")
     bundle = Bundle.load(folder)
     assert describe(bundle)[0][-2:] == (f"signature of {key_id} not checked", "holds")
-    assert describe(bundle, load_public_key(public))[0][-2:] == (f"signed by {key_id}", "holds")
+    assert describe(bundle, Trust.load([public]))[0][-2:] == (f"signed by {key_id}", "holds")
     assert load(folder, public).batches == BatchOptions(rows=64)
+
+
+def test_two_people_sign(folder: Path, keys: Keys, other: Keys, tmp_path: Path) -> None:
+    def loaded(least: int) -> Engine:
+        publics = [keys[1], other[1]]
+        required = partial(Engine.load, folder, require_certificate="recorded")
+        return required(trusted_key=publics, require_signatures=least)
+
+    bundle, second = Bundle.load(folder), load_private_key(other[0])
+    with pytest.raises(InputError, match="no certificate to sign; see verify --certify"):
+        sign(bundle, second)
+    certified(folder)
+    before = file_of(folder).read_bytes()
+    with pytest.raises(InputError, match=r"no certificate to sign.* is unsigned"):
+        sign(bundle, second, trusted=Trust.load([keys[1]]))
+    with pytest.raises(InputError, match="no certificate for variant other to sign"):
+        sign(bundle, second, variant="other")
+    assert file_of(folder).read_bytes() == before
+    certified(folder, sign=keys[0])
+    loaded(1)
+    with pytest.raises(ParityError, match="has 1 of 2 signatures by trusted keys, none of sha256:"):
+        loaded(2)
+    (signed,) = sign(bundle, second, trusted=Trust.load([keys[1]]))
+    ids = ", ".join(load_public_key(public).key_id for _, public in (keys, other))
+    assert signed.signature() == f"signed by {ids}"
+    assert loaded(2).certificate.endswith(f"signed by {ids}")
+    with pytest.raises(UsageError, match="require_signatures must be from 1 to 2, the number of"):
+        loaded(3)
+    # A changed file is nothing to sign.
+    change_byte(folder / "portable" / "decoder.onnx", 40)
+    remake_manifest(folder)
+    with pytest.raises(InputError, match=r"decoder\.onnx is not the file that was verified"):
+        sign(Bundle.load(folder), load_private_key(key_files(tmp_path, "third", 11)[0]))
 
 
 def test_the_statement_names_every_file_by_its_hash(folder: Path) -> None:
@@ -92,7 +126,7 @@ def test_another_key_is_refused(folder: Path, keys: Keys, other: Keys) -> None:
     certified(folder, sign=keys[0])
     with pytest.raises(ParityError, match=r"is signed by sha256:\w+, not by the trusted key"):
         load(folder, other[1])
-    worth = describe(Bundle.load(folder), load_public_key(other[1]))[0][-2:]
+    worth = describe(Bundle.load(folder), Trust.load([other[1]]))[0][-2:]
     assert worth[0].startswith("is signed by")
     assert worth[1] == "refused"
 
@@ -168,7 +202,7 @@ def test_elsewhere_only_what_is_signed_is_computed_again(
 
 def test_an_unsigned_certificate_chooses_no_variant(folder: Path, keys: Keys) -> None:
     bundle = with_variants(folder, "cpu-int8")
-    options, trusted = SessionOptions(), load_public_key(keys[1])
+    options, trusted = SessionOptions(), Trust.load([keys[1]])
     certified(bundle, "cpu-int8")
     assert fastest(bundle, options).name == "cpu-int8"
     assert fastest(bundle, options, trusted).name == "portable"
@@ -200,6 +234,6 @@ def test_a_trusted_key_needs_a_required_certificate(folder: Path, keys: Keys) ->
         Engine.load(folder, trusted_key=keys[1])
     with pytest.raises(InputError, match="expected a public key"):
         load(folder, keys[0])
-    bundle, key = Bundle.load(folder), load_public_key(keys[1])
+    bundle, key = Bundle.load(folder), Trust.load([keys[1]])
     found = standing(bundle, bundle.variant(), SessionOptions(), key)
     assert found.cite().startswith("none: nothing was verified for variant portable")
