@@ -79,8 +79,7 @@ Examples:
     "--task",
     panel=ROWS,
     type=click.Choice(tasks_by("run")),
-    default="generate",
-    help="Task for each row; all but generate need an encoder-only bundle.",
+    help="Task for each row. Default: by the bundle's head, else generate, embed if encoder-only.",
 )
 @task_options("run")
 @fields_as_options(GenerationOptions, leave_out=TOKENS, defaults=BUNDLE_DEFAULTS, panel=SEARCH)

@@ -31,6 +31,7 @@ from transferry.build_model.checkpoint_folder import CONFIG, FORMAT, REMEDY, rea
 from transferry.build_model.model.config import ModelConfig
 from transferry.build_model.model.transformer import Transformer
 from transferry.build_model.train.train_config import TrainConfig
+from transferry.runtime.bundle.card import UNKNOWN, ModelCard
 from transferry.runtime.bundle.head import HeadSettings
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.io.atomic import atomic_file
@@ -55,6 +56,7 @@ class Checkpoint:
         generation: Fields of GenerationOptions that become the bundle's defaults.
         sha256: Hash of the weights file; empty if the model was not read from a file.
         head: Purpose of the head of an encoder-only model; None if it has none.
+        card: Name, licence and origin of the model.
     """
 
     model: Transformer
@@ -63,6 +65,7 @@ class Checkpoint:
     generation: Mapping[str, Any] = field(default_factory=dict)
     sha256: str = ""
     head: HeadSettings | None = None
+    card: ModelCard = UNKNOWN
 
 
 def save_tensors(
@@ -121,6 +124,7 @@ def save_config(
     train: TrainConfig | None,
     generation: Mapping[str, Any] | None = None,
     head: HeadSettings | None = None,
+    card: ModelCard = UNKNOWN,
 ) -> None:
     """Writes config.json; `train` is None for an imported checkpoint."""
     record: dict[str, Any] = {
@@ -132,6 +136,8 @@ def save_config(
         record["generation"] = dict(generation)
     if head is not None:
         record["head"] = asdict(head)
+    if known := card.to_dict():
+        record["card"] = known
     with atomic_file(folder / CONFIG) as file:
         file.write(json.dumps(record, indent=2).encode() + b"\n")
 
@@ -151,7 +157,7 @@ def load_config(folder: Path) -> tuple[ModelConfig, TrainConfig]:
 
 def _read_config(
     folder: Path,
-) -> tuple[ModelConfig, TrainConfig | None, dict[str, Any], HeadSettings | None]:
+) -> tuple[ModelConfig, TrainConfig | None, dict[str, Any], HeadSettings | None, ModelCard]:
     path, record = folder / CONFIG, read_config(folder)
     try:
         train, head = record["train"], record.get("head")
@@ -160,6 +166,7 @@ def _read_config(
             None if train is None else TrainConfig.from_dict(train),
             dict(record.get("generation", {})),
             None if head is None else checked(head, HeadSettings, f"{path}: head", REMEDY),
+            checked(record.get("card", {}), ModelCard, f"{path}: card", REMEDY),
         )
     except (ValueError, KeyError, TypeError, AttributeError, UsageError) as error:
         raise InputError(f"{path} is not the config of a checkpoint: {error}") from error
@@ -205,7 +212,7 @@ def load_checkpoint(folder: Path) -> Checkpoint:
     Raises:
         InputError: A file is missing or damaged, or the weights do not match the config.
     """
-    model_config, train_config, generation, head = _read_config(folder)
+    model_config, train_config, generation, head, card = _read_config(folder)
     tokenizer = load_tokenizer(folder)
     if tokenizer.vocabulary_size != model_config.vocabulary_size:
         raise InputError(
@@ -215,7 +222,7 @@ def load_checkpoint(folder: Path) -> Checkpoint:
     model = Transformer(model_config)
     _fill(model, folder)
     digest = sha256(folder / WEIGHTS)
-    return Checkpoint(model.eval(), train_config, tokenizer, generation, digest, head)
+    return Checkpoint(model.eval(), train_config, tokenizer, generation, digest, head, card)
 
 
 def _fill(model: Transformer, folder: Path) -> None:

@@ -111,13 +111,13 @@ def is_pretrained(folder: Path) -> bool:
     """Whether a folder is one for `import`, sound or not, rather than a checkpoint.
 
     Raises:
-        InputError: It is a bundle, no folder, or a damaged checkpoint.
+        InputError: It is a bundle, absent, or a damaged checkpoint.
     """
     config = folder / CONFIG
     record = read_document(config, dict[str, Any], REMEDY) if config.is_file() else {}
     if "model_type" in record:
         return True
-    if "format" in record or is_bundle(folder) or is_checkpoint(folder) or not folder.is_dir():
+    if "format" in record or is_bundle(folder) or is_checkpoint(folder) or not folder.exists():
         read_config(folder)
         return False
     return True

@@ -21,6 +21,7 @@ from transferry.runtime.console.progress import progress, say, teller
 from transferry.runtime.console.shared_options import (
     FILE,
     OUTPUT,
+    card_options,
     check_settings,
     configurable,
     explicit,
@@ -173,6 +174,7 @@ Examples:
     multiple=True,
     help="Setting to leave out though it may change answers; repeatable.",
 )
+@card_options
 @option("--force", is_flag=True, help="Replace the checkpoint in --out.")
 @option("--quiet", is_flag=True, help="Do not print the summary of imported and omitted parts.")
 def import_(
@@ -182,6 +184,7 @@ def import_(
     ignore_setting: tuple[str, ...],
     force: bool,
     quiet: bool,
+    **card: str | None,
 ) -> None:
     """Import a model of Hugging Face or Marian from FOLDER as a checkpoint.
 
@@ -197,6 +200,7 @@ def import_(
             out,
             adapter=adapter,
             ignored=ignore_setting,
+            card=card,
             force=force,
             say=told,
             show=show,

@@ -242,4 +242,5 @@ def _manifest(checkpoint: Checkpoint, variants: Mapping[str, Variant], folder: P
         },
         versions=versions,
         head=checkpoint.head,
+        card=checkpoint.card,
     )

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import click
 
 from transferry.runtime.console.group import command
 from transferry.runtime.console.progress import progress, say, teller
-from transferry.runtime.console.shared_options import FILE, OUTPUT, configurable, option
+from transferry.runtime.console.shared_options import (
+    FILE,
+    OUTPUT,
+    card_options,
+    configurable,
+    option,
+)
 from transferry.runtime.errors import UsageError
 
 
@@ -29,6 +36,7 @@ Examples:
     type=OUTPUT,
     help="Checkpoint folder for a CHECKPOINT that is imported. Default: a temporary one.",
 )
+@card_options
 @option("--force", is_flag=True, help="Replace the bundle in --out, the checkpoint in --keep.")
 @option(
     "--text",
@@ -71,6 +79,7 @@ def export(
     one_graph: bool,
     one_graph_beam: int,
     quiet: bool,
+    **card: str | None,
 ) -> None:
     """Export CHECKPOINT as a verified bundle.
 
@@ -100,8 +109,9 @@ def export(
         texts = [] if imports else load_samples(checkpoint)
     with progress(quiet) as show_phase:
         importing = {"force": force, "say": teller(quiet), "show": show_phase}
+        trained = load_reference(checkpoint, keep, beside=out, importing=importing)
         bundle = export_bundle(
-            load_reference(checkpoint, keep, beside=out, importing=importing),
+            replace(trained, card=trained.card.stating(**card)),
             out,
             Contents(
                 texts=texts,

@@ -279,6 +279,7 @@ class Verification:
         budget = subject.precision.task
         settings = {
             **subject.describe(),
+            **subject.bundle.manifest.card.cited(),
             "rows": len(request.texts),
             "distinct_rows": len({" ".join(text.split()) for text in request.texts}),
             "batch_rows": self.batches.rows,

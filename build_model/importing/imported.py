@@ -9,6 +9,7 @@ from typing import Any
 
 from transferry.build_model.importing.huggingface.weights import Converted
 from transferry.build_model.model.config import ModelConfig
+from transferry.runtime.bundle.card import UNKNOWN, ModelCard
 from transferry.runtime.bundle.head import HeadSettings
 from transferry.runtime.tokenizer.byte_pair import AnyTokenizer
 
@@ -29,6 +30,7 @@ class Imported:
         notes: Further notes for the user, a line each.
         unused: Lines on the settings without effect.
         head: Task, labels and prompts of the head of an encoder-only model; None without one.
+        card: Name, licence and origin of the model.
     """
 
     kind: str
@@ -40,6 +42,7 @@ class Imported:
     notes: Sequence[str] = ()
     unused: Sequence[str] = ()
     head: HeadSettings | None = None
+    card: ModelCard = UNKNOWN
 
     def to_text(self) -> str:
         """Summary for the user."""
@@ -49,6 +52,9 @@ class Imported:
             f"{self.kind}, {self.config.architecture}: imported {imported:,} of "
             f"{imported + sum(left_out.values()):,} parameters"
         ]
+        if known := self.card.facts():
+            told = (f"{name.replace('_', ' ')} {text}" for name, text in known.items())
+            lines.append(f"model card: {'; '.join(told)}")
         lines += self.notes
         if left_out:
             counts = ", ".join(f"{what} {count:,}" for what, count in left_out.items())

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import numpy as np
 from msgspec import Meta, Struct
 
+from transferry.runtime.bundle.card import UNKNOWN, ModelCard, joined
 from transferry.runtime.bundle.head import HeadSettings
 from transferry.runtime.bundle.specs import ANSWERS, ONE_GRAPH, Architecture, TensorSpec, Variant
 from transferry.runtime.decoding.generation_options import generation_options, options_of_json
@@ -43,6 +44,7 @@ class Manifest:
         files: Every file but the manifest, by path in the bundle.
         versions: Versions of the packages that made the bundle.
         head: Purpose of an encoder-only model's head; None without one.
+        card: Name, licence and origin of the model, as its publisher states them.
     """
 
     architecture: Architecture
@@ -52,17 +54,24 @@ class Manifest:
     files: Mapping[RelativePath, FileRecord]
     versions: Mapping[str, str]
     head: HeadSettings | None = None
+    card: ModelCard = UNKNOWN
 
     def to_json(self) -> str:
         """Returns the text of manifest.json."""
-        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1, ensure_ascii=False) + "\n"
+        record = {"format": FORMAT, **asdict(self), "card": self.card.to_dict()}
+        if not record["card"]:
+            del record["card"]
+        return json.dumps(record, indent=1, ensure_ascii=False) + "\n"
 
     def summary(self) -> str:
         """Returns the most wanted facts, in a few lines."""
         model, size = self.model, sum(entry.size for entry in self.files.values())
         stacks = {name: model.get(f"{name}_layers", 0) for name in ("encoder", "decoder")}
         layers = ", ".join(f"{count} {name} layers" for name, count in stacks.items() if count)
+        labels = () if self.head is None else self.head.labels
         rows = [
+            *((name.replace("_", " "), text) for name, text in self.card.facts().items()),
+            *([("labels", joined(labels))] if labels else []),
             ("model", f"{self.architecture}: {layers}, width {model['d_model']}"),
             ("", f"vocabulary {model['vocabulary_size']:,}, positions {model['max_positions']:,}"),
             ("made by", _named(self.versions)),

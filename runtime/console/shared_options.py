@@ -204,6 +204,14 @@ session_options = together(
         help="Optimisation level of onnxruntime.",
     ),
 )
+# Fields of ModelCard.
+card_options = together(
+    option("--name", help="Name of the model, for its card. Default: as the folder states it."),
+    option(
+        *("--licence", "--license", "licence"),
+        help="Licence of the model, for its card. Default: as the folder states it.",
+    ),
+)
 TRUSTED_KEYS = together(
     option(
         "--trusted-key",

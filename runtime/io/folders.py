@@ -13,10 +13,12 @@ from transferry.runtime.errors import InputError
 from transferry.runtime.io.atomic import temporary_name, unwritable
 from transferry.runtime.stopping import at_stop
 
+CONFIG = "config.json"
+_MOST_CONFIG = 1 << 24  # bytes
 # Files by which the folders that `import` reads are known.
 _IMPORTED = {
     "modules.json": "sentence-transformers",
-    "config.json": "Hugging Face",
+    CONFIG: "Hugging Face",
     "*.npz": "Marian",
 }
 
@@ -44,9 +46,18 @@ def found_at(folder: Path) -> str:
     if is_checkpoint(folder):
         return f"found a checkpoint; export it: transferry export {place} --out BUNDLE"
     for mark, kind in _IMPORTED.items():
-        if any(folder.glob(mark)):
+        if any(mark != CONFIG or _is_config(path) for path in folder.glob(mark)):
             return f"found a folder of {kind}; export it: transferry export {place} --out BUNDLE"
     return "found another folder"
+
+
+def _is_config(path: Path) -> bool:
+    """Whether a file names a model_type; CTranslate2 and Keras write config.json too."""
+    with suppress(OSError):
+        if path.is_file():
+            with path.open("rb") as file:
+                return b'"model_type"' in file.read(_MOST_CONFIG)
+    return False
 
 
 @contextmanager

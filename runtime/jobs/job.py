@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cached_property, partial
 from itertools import islice, tee
 from pathlib import Path
@@ -18,7 +18,7 @@ from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.prompts import Parts
 from transferry.runtime.engine.result import RowResult
-from transferry.runtime.engine.tasks.table import TASKS
+from transferry.runtime.engine.tasks.table import TASKS, default_task
 from transferry.runtime.engine.tasks.task import Task
 from transferry.runtime.errors import InputError, Option, TransferryError, UsageError
 from transferry.runtime.io.atomic import durable_file, require_writable, standard_output, unwritable
@@ -170,11 +170,12 @@ class Job:
         self.engine = bundle if isinstance(bundle, Engine) else Engine.load(bundle)
         self.reader, self.target = self._readers()
         self.layout = self.reader.layout
-        self.task: Task = TASKS[options.task](self.engine, options, self.layout)
+        name: Any = options.task or self.layout.task or default_task(self.engine.bundle)
+        self.options = options = replace(options, task=name)
+        self.task: Task = TASKS[name](self.engine, options, self.layout)
         self.writer = self._writer()
-        self.canary = None
-        if options.canary is not None:
-            self.canary = Canary(self.engine, fraction(options.canary)[1], self.task)
+        every = options.canary and fraction(options.canary)[1]
+        self.canary = Canary(self.engine, every, self.task) if every else None
         self._counted: tuple[int, str] | None = None
         self.repeated_ids = RepeatedIds()
 
@@ -189,7 +190,7 @@ class Job:
             languages=(options.source_language_column, options.target_language_column),
             **options.dialect,
         )
-        if (task := reader.layout.task) not in (None, options.task):
+        if (task := reader.layout.task) and options.task not in (None, task):
             raise UsageError(
                 f"{reader.layout.path} asks for task {task}, not {options.task}; add --task {task}"
             )
@@ -203,7 +204,7 @@ class Job:
             self.output,
             format=self.options.format,
             rows=self.layout,
-            task=self.options.task,
+            task=self.task.name,
             kinds=self.task.columns,
             n_best=self.task.n_best,
             width=self.task.width,
@@ -222,7 +223,7 @@ class Job:
         values = {
             "job_format": JOB_FORMAT,
             **{name: described.get(name) for name in DECISIVE},
-            "task": options.task,
+            "task": self.task.name,
             **self.task.settings,
             "long_rows": self.task.long_rows,
             "input_format": self.layout.format,

@@ -24,7 +24,7 @@ class JobOptions(TaskOptions):
     A job is resumed only with the settings that decide its output.
 
     Attributes:
-        task: Task for each row; all but generate and score need an encoder-only bundle.
+        task: Task for each row. Default: by the bundle; see `default_task`.
         column: Field that holds the text; several are answered each. Default: text or source, or
             the only one.
         output_column: Name of the answer's column, given as often as --column. Default: text, or
@@ -45,7 +45,7 @@ class JobOptions(TaskOptions):
         force: Replace an existing output, and an interrupted job with other settings.
     """
 
-    task: TaskName = "generate"
+    task: TaskName | None = None
     column: tuple[str, ...] = ()
     output_column: tuple[str, ...] = ()
     keep: tuple[str, ...] = ()
@@ -72,7 +72,8 @@ class JobOptions(TaskOptions):
                 *joined_options(["column", "target"]),
                 " exclude each other where columns are several; name one column",
             )
-        check_options(TASKS[self.task], self)
+        if self.task is not None:
+            self._check_task(self.task)
         if self.encoding is not None:
             _require_encoding(self.encoding)
         named = self.dialect["delimiter"]
@@ -88,12 +89,13 @@ class JobOptions(TaskOptions):
             expected = "I/N, such as 1/4 up to 4/4"
             require(number <= count, "partition", expected, shown(self.partition))
         if self.canary is not None:
-            if not TASKS[self.task].has_canary:
-                raise UsageError(
-                    Option("canary"), f" has no effect on task {self.task}; leave it out"
-                )
             one, every = fraction(self.canary)
             require(one == 1 <= every, "canary", "1/N, such as 1/1000", shown(self.canary))
+
+    def _check_task(self, task: TaskName) -> None:
+        check_options(TASKS[task], self)
+        if self.canary is not None and not TASKS[task].has_canary:
+            raise UsageError(Option("canary"), f" has no effect on task {task}; leave it out")
 
     @property
     def dialect(self) -> dict[str, Any]:

@@ -345,6 +345,7 @@ def verify_recorded(bundle: Bundle, model: ServedModel) -> ParityReport:
     hollow = "hold no search" if decodes and not reference.searches else ""
     settings = {
         **model.describe(),
+        **bundle.manifest.card.cited(),
         "against": "the recorded answers",
         **({} if bundle.manifest.head is None else {"task": bundle.manifest.head.task}),
         "batch_rows": batch_rows,

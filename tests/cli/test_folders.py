@@ -1,13 +1,31 @@
 """A downloaded folder becomes a bundle in one command, and other folders are refused in words."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from tests.commands import call, done
 from tests.fuzz.models import gpt2
+from transferry.build_model.checkpoint import load_checkpoint
+from transferry.build_model.importing.huggingface.card import read_card
 from transferry.runtime.bundle.bundle import Bundle
+from transferry.runtime.bundle.card import UNKNOWN, ModelCard
+from transferry.runtime.bundle.manifest import Manifest
+from transferry.runtime.errors import UsageError
+from transferry.runtime.proof.certificates.envelope import Envelope
+
+CARD = """---
+license: other
+license_name: llama3
+language: [en, no]
+datasets:
+- wikitext
+base_model: gpt2
+---
+# A model
+"""
 
 pytestmark = pytest.mark.usefixtures("traces")
 
@@ -16,21 +34,57 @@ pytestmark = pytest.mark.usefixtures("traces")
 def downloaded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("downloaded") / "gpt2"
     gpt2(folder)
+    (folder / "README.md").write_text(CARD, encoding="utf-8")
     return folder
 
 
 def test_a_folder_is_exported_without_a_checkpoint(downloaded: Path, tmp_path: Path) -> None:
     out, kept = tmp_path / "bundle", tmp_path / "kept"
-    made = done("export", downloaded, "--out", out, "--variant", "portable", "--keep", kept)
+    command = ("export", downloaded, "--out", out, "--variant", "portable", "--keep", kept)
+    made = done(*command, "--name", "tiny \u2603")
     assert "gpt2, decoder-only: imported 24,448 of 24,448 parameters" in made.stderr
     assert {path.name for path in tmp_path.iterdir()} == {"bundle", "kept"}
     done("import", downloaded, "--out", tmp_path / "checkpoint")
-    for name in ("model.safetensors", "config.json"):
-        assert (kept / name).read_bytes() == (tmp_path / "checkpoint" / name).read_bytes()
-    model = json.loads((kept / "config.json").read_text())["model"]
-    assert Bundle.load(out).manifest.model == model
-    verified = done("verify", out, "--checkpoint", downloaded, "--json", "--quiet")
-    assert json.loads(verified.stdout)["passed"]
+    made_apart = [load_checkpoint(each) for each in (kept, tmp_path / "checkpoint")]
+    assert made_apart[0].sha256 == made_apart[1].sha256
+    stated = ModelCard("gpt2", "made from gpt2", "other: llama3", ("en", "no"), ("wikitext",))
+    assert made_apart[1].card == stated
+    manifest = Bundle.load(out).manifest
+    assert manifest.card == stated.stating(name="tiny \u2603")
+    assert Manifest.from_json(manifest.to_json(), "again") == manifest
+    shown = done("inspect", out).stdout
+    for name, text in manifest.card.facts().items():
+        assert re.search(f"^{name.replace('_', ' ')} +{text}$", shown, re.MULTILINE)
+    date = ("--certify", "2026-11-26", "--force")
+    verified = done("verify", out, "--json", "--quiet", *date)
+    settings = json.loads(verified.stdout)["settings"]
+    assert (settings["model"], settings["licence"]) == ("tiny \u2603", "other: llama3")
+    (certificate,) = (out / "certificates").iterdir()
+    statement = Envelope.parse(certificate.read_bytes()).payload
+    assert (
+        json.loads(statement)["predicate"]["transferry_certificate"]["result"]["card"]["licence"]
+        == "other: llama3"
+    )
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"---\nlicense: [\n---\n", b"---\n- a\n---\n", b"\xff", b"---\nlicense: {a: b}\n---\n", b""],
+)
+def test_a_damaged_card_states_nothing(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "README.md").write_bytes(content)
+    assert read_card(tmp_path) == ModelCard(name=tmp_path.name)
+
+
+def test_the_cache_of_the_hub_names_the_model(tmp_path: Path) -> None:
+    folder = tmp_path / "models--Qwen--Qwen3-0.6B" / "snapshots" / "c1899de"
+    folder.mkdir(parents=True)
+    assert read_card(folder).facts() == {
+        "name": "Qwen/Qwen3-0.6B",
+        "source": "huggingface.co/Qwen/Qwen3-0.6B at c1899de",
+    }
+    with pytest.raises(UsageError, match="name must be at most 1,000 characters, found 1,001"):
+        UNKNOWN.stating(name="x" * 1001)
 
 
 def test_keep_is_for_an_import(run_folder: Path, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from transferry.build_model.importing.formats.foreign import ADAPTER_CONFIG
 from transferry.build_model.importing.formats.pickled import PickledFile
 from transferry.build_model.importing.formats.tensors import (
     DAMAGED,
@@ -27,7 +28,6 @@ from transferry.build_model.importing.formats.tensors import (
     Tensors,
     meta,
 )
-from transferry.build_model.importing.formats.weight_files import ADAPTER_CONFIG
 from transferry.runtime.errors import InputError
 from transferry.runtime.io.documents import read_document
 

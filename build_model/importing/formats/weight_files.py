@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from transferry.build_model.importing.formats.foreign import instead
 from transferry.build_model.importing.formats.pickled import PickledFile
 from transferry.build_model.importing.formats.tensors import (
     DAMAGED,
@@ -17,62 +18,17 @@ from transferry.runtime.errors import InputError
 from transferry.runtime.io.documents import read_document
 
 WEIGHTS = "model.safetensors"
-ADAPTER_CONFIG = "adapter_config.json"
 # In the order of transformers.
 _KINDS: dict[str, Callable[[Path], Tensors]] = {
     WEIGHTS: SafetensorsFile,
     "pytorch_model.bin": PickledFile,
 }
-_SAVED = "load it with transformers and write it anew with save_pretrained"
-# Files that a folder may hold instead of weights, by pattern, and the remedy.
-_INSTEAD = {
-    ADAPTER_CONFIG: (
-        "an adapter without its model; import the folder of the model that the adapter was made "
-        "for, with --adapter {folder}"
-    ),
-    "dict.*txt": (
-        "a dictionary of fairseq; convert the model with the script of its model type in "
-        "transformers, and import the folder that save_pretrained writes"
-    ),
-    "*.gguf": (
-        "weights of llama.cpp (GGUF); import the folder that they were made from, or "
-        "load them with gguf_file of transformers' from_pretrained and use save_pretrained"
-    ),
-    "tf_model*": (
-        "TensorFlow's weights alone; write PyTorch's with transformers 4: "
-        "from_pretrained(FOLDER, from_tf=True) and save_pretrained"
-    ),
-    "flax_model*": (
-        "Flax's weights alone; write PyTorch's with transformers 4: "
-        "from_pretrained(FOLDER, from_flax=True) and save_pretrained"
-    ),
-    "consolidated*": (
-        "weights in their authors' own format; import the folder with model.safetensors that was "
-        "published beside them"
-    ),
-    "*-of-*": (
-        "one file of several; copy or download the index too, model.safetensors.index.json or "
-        "pytorch_model.bin.index.json"
-    ),
-    "model.*.safetensors": (
-        "weights of a variant; rename the file that you want to model.safetensors"
-    ),
-    "*.onnx": "ONNX graphs alone; import the PyTorch checkpoint that they were exported from",
-    "onnx/*.onnx": "ONNX graphs alone; import the PyTorch checkpoint that they were exported from",
-    "*.safetensors": f"safetensors under another name; {_SAVED}",
-    "*.bin": f"weights under another name; {_SAVED}",
-    "*.pt": f"a PyTorch file; {_SAVED}",
-    "*.pth": f"a PyTorch file; {_SAVED}",
-}
 
 
-def instead(folder: Path) -> str:
-    """Describes what a folder without the usual files holds, and what to do; "" if unknown."""
-    for pattern, remedy in _INSTEAD.items():
-        if found := sorted(folder.glob(pattern)):
-            name = found[0].relative_to(folder)
-            return f"found {name}, {remedy.format(folder=folder)}"
-    return ""
+def without_weights(folder: Path) -> str:
+    """Describes what a folder holds instead of weights; "" if it has them, or is unknown."""
+    usual = (folder / f"{name}{suffix}" for name in _KINDS for suffix in ("", ".index.json"))
+    return "" if any(each.exists() for each in usual) else instead(folder)
 
 
 def open_weights(folder: Path) -> Tensors:

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from transferry.build_model.importing.formats.foreign import instead
 from transferry.build_model.importing.formats.tensors import DAMAGED, Tensors
-from transferry.build_model.importing.formats.weight_files import instead, open_weights
+from transferry.build_model.importing.formats.weight_files import open_weights
 from transferry.runtime.errors import InputError
 from transferry.runtime.io.documents import MOST_JSON, read_document
 from transferry.runtime.io.whole import read_bytes
@@ -236,14 +237,15 @@ class PretrainedFolder:
 
 def _elsewhere(folder: Path) -> str:
     """Describes where the checkpoint is, or how to get one."""
+    found = instead(folder)
     if folder.is_file():
-        return f"{folder} is a file; name the folder that holds it"
+        return found or f"{folder} is a file; name the folder that holds it"
     if not folder.is_dir():
         return (
             "there is no such folder. Download a model of Hugging Face first: "
             "hf download MODEL --local-dir FOLDER"
         )
-    if found := instead(folder):
+    if found:
         return found
     # Of a training, or of the cache of Hugging Face.
     inner = [each for depth in INNER for each in sorted(folder.glob(f"{depth}/{CONFIG}"))]
@@ -258,6 +260,11 @@ def require_plain(config: Settings) -> None:
     Raises:
         InputError: config.json asks for it.
     """
+    if config.get("quantization") is not None:
+        raise InputError(
+            f"{config.path}: quantization is set: weights of MLX, quantised; dequantise them: "
+            f"mlx_lm.convert --hf-path {config.path.parent} --mlx-path FOLDER --dequantize"
+        )
     for name in ("quantization_config", "compression_config"):
         if (found := config.get(name)) is not None:
             kind = found.get("quant_method") if isinstance(found, dict) else None

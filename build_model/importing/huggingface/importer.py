@@ -6,12 +6,15 @@ import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from transferry.build_model import checkpoint, checkpoint_folder
 from transferry.build_model.importing.formats.lora import Adapter
+from transferry.build_model.importing.formats.weight_files import without_weights
 from transferry.build_model.importing.formats.writer import tensor_writer
 from transferry.build_model.importing.huggingface import decoder_only, encoder_decoder, encoder_only
+from transferry.build_model.importing.huggingface.card import read_card
 from transferry.build_model.importing.huggingface.folder import (
     CONFIG,
     GENERATION,
@@ -122,6 +125,8 @@ def read_pretrained(
 def _model_type(config: Settings, sentence: SentenceModules | None) -> str:
     """Returns the model_type; refuses an unknown one, and quantised weights."""
     if config.get("model_type") is None:
+        if found := without_weights(config.path.parent):
+            raise InputError(f"{config.path.parent}: {found}")
         raise InputError(
             f"{config.path}: model_type must be named, found none; add that of the model's kind, "
             'such as "model_type": "bert"'
@@ -308,6 +313,7 @@ def import_pretrained(
     *,
     adapter: Path | None = None,
     ignored: Collection[str] = (),
+    card: Mapping[str, str | None] = MappingProxyType({}),
     force: bool = False,
     say: Callable[[str], None] = lambda line: None,
     show: Callable[[str, int, int], None] = lambda *state: None,
@@ -319,6 +325,7 @@ def import_pretrained(
         out: The checkpoint.
         adapter: Folder of an adapter that PEFT wrote, merged into the weights.
         ignored: As for `read_pretrained`; kept in settings.toml.
+        card: Fields of ModelCard in place of those that the folder states.
         force: Replace an existing checkpoint.
         say: Receives the summary.
         show: See `Converted.write`.
@@ -330,7 +337,9 @@ def import_pretrained(
     checkpoint_folder.check_folder(out, force=force)
     with staged_folder(out) as staged:  # before the long reading
         imported = read_pretrained(folder, adapter, ignored)
-        checkpoint.save_config(staged, imported.config, None, imported.generation, imported.head)
+        imported = replace(imported, card=read_card(folder).stating(**card))
+        parts = imported.generation, imported.head, imported.card
+        checkpoint.save_config(staged, imported.config, None, *parts)
         imported.tokenizer.save(staged)
         with tensor_writer(staged / checkpoint.WEIGHTS, imported.weights.shapes) as file:
             imported.weights.write(file, show)

@@ -68,7 +68,7 @@ _NOT_NEEDED = (
     *("transformer-guided-alignment-layer", "transformer-depth-scaling", "transformer-flat"),
     *("transformer-train-position", "transformer-alibi-shift"),
 )
-_SEARCH = ("beam-size", "normalize", "word-penalty", "max-length-factor")
+_SEARCH = ("beam-size", "normalize", "word-penalty", "max-length-factor", "shortlist")
 
 
 def read_marian(folder: Path) -> Imported:
@@ -280,6 +280,11 @@ def _tokenizer(
             return SentencePiecePair(files, special, start + 1), ids[UNKNOWN], ""
         except InputError as error:
             raise InputError(f"{folder}: {error}") from error
+    if others := sorted(path.name for path in folder.glob("*.spm")):
+        raise InputError(
+            f"{folder}: expected source.spm and target.spm beside {path.name}, found "
+            f"{', '.join(others)}; name them so, twice the same file if both languages share it"
+        )
     words = {token: number for token, number in ids.items() if token != END}
     note = (
         f"tokenizer: tokens of {path.name} between blanks; give text that is split like the "

@@ -61,3 +61,11 @@ def check_options(task: type[Task], options: TaskOptions) -> None:
 def tasks_of(bundle: Bundle) -> Sequence[str]:
     """Returns the names of the tasks that a bundle can do."""
     return [name for name, task in TASKS.items() if task.fits(bundle)]
+
+
+def default_task(bundle: Bundle) -> TaskName:
+    """Returns the task of a bundle's head, else generation, else vectors."""
+    head = bundle.manifest.head
+    if head is not None:
+        return head.task
+    return "embed" if bundle.manifest.architecture == "encoder-only" else "generate"

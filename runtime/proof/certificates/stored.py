@@ -240,16 +240,17 @@ def _verified(
         {name: report.settings[name] for name in TEXT if name in report.settings},
         int(report.settings["batch_rows"]),
         [dict(item) for item in report.searches],
-        _summary(report),
+        _summary(bundle, report),
         list(report.settings.get("tasks", ())),
     )
 
 
-def _summary(report: ParityReport) -> dict[str, Any]:
-    """Returns the report's tolerance and results, with counts in place of lists."""
+def _summary(bundle: Bundle, report: ParityReport) -> dict[str, Any]:
+    """Returns the model's card, and the report's tolerance and results with counts for lists."""
     record = report.to_dict()
     return {
         **{name: record[name] for name in ("tolerance", "stages")},
+        "card": bundle.manifest.card.to_dict(),
         "decisions": [
             {**item, **{name: len(item[name]) for name in ("ties", "tolerated", "defects")}}
             for item in record["decisions"]

@@ -43,7 +43,8 @@ class Echo(Engine):
         tokenizer = SimpleNamespace(
             encode_target=lambda text: list(text.encode()), looks_special=lambda text: "<s>" in text
         )
-        self.bundle: Any = SimpleNamespace(tokenizer=tokenizer, folder="bundle")
+        manifest = SimpleNamespace(architecture="encoder-decoder", head=None)
+        self.bundle: Any = SimpleNamespace(tokenizer=tokenizer, folder="bundle", manifest=manifest)
 
     def describe(self) -> dict[str, Any]:
         return self.described

@@ -219,34 +219,6 @@ def test_safetensors_come_before_pickles(tmp_path: Path) -> None:
 # --- other formats --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("file", "message"),
-    [
-        ("model-Q4_K_M.gguf", r"found model-Q4_K_M\.gguf, weights of llama\.cpp"),
-        ("adapter_config.json", r"an adapter without its model; .*--adapter"),
-        ("dict.en.txt", r"a dictionary of fairseq; convert the model .*save_pretrained writes"),
-        ("tf_model.h5", r"TensorFlow's weights alone; .*from_tf=True"),
-        ("flax_model.msgpack", r"Flax's weights alone; .*from_flax=True"),
-        ("onnx/decoder.onnx", r"found onnx/decoder\.onnx, ONNX graphs alone"),
-        ("model.onnx", r"ONNX graphs alone; import the PyTorch checkpoint"),
-        ("consolidated.00.pth", "in their authors' own format"),
-        ("model.fp16.safetensors", r"rename the file that you want to model\.safetensors"),
-        ("model-00001-of-00002.safetensors", "one file of several; copy or download the index"),
-        ("pytorch_model-00001-of-00002.bin", "one file of several; copy or download the index"),
-        ("adapter.bin", r"found adapter\.bin, weights under another name"),
-        ("readme.md", ""),
-    ],
-)
-def test_other_formats_are_named(file: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / file).parent.mkdir(exist_ok=True)
-    (tmp_path / file).write_bytes(b"x")
-    with pytest.raises(InputError, match=rf"config\.json is missing; .*{message}"):
-        PretrainedFolder(tmp_path)
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(InputError, match=rf"model\.safetensors is missing; .*{message}"):
-        PretrainedFolder(tmp_path).names()
-
-
 @pytest.mark.parametrize("place", ["checkpoint-500", "snapshots/1f", "models--a--b/snapshots/1f"])
 def test_a_checkpoint_further_down_is_named(place: str, tmp_path: Path) -> None:
     for name, record in {place: '{"model_type": "llama"}', "1_Pooling": "{}"}.items():

@@ -89,10 +89,10 @@ def test_embeddings(reader_bundle_folder: Path, tmp_path: Path) -> None:
     source = written(tmp_path / "in.jsonl", request(0, "a cat", VECTOR), request(1, "b", VECTOR))
     out = tmp_path / "out.jsonl"
     run = ("run", reader_bundle_folder, source, "--format-in", "openai", "-o", out)
-    refused = call(*map(str, run))
+    refused = call(*map(str, run), "--task", "fill-mask")
     assert refused.exit_code == 2
-    assert "add --task embed" in refused.stderr
-    done(*run, "--task", "embed")
+    assert "asks for task embed, not fill-mask; add --task embed" in refused.stderr
+    done(*run)
     with Engine.load(reader_bundle_folder) as engine:
         for each, wanted in zip(responses(out), engine.embed(["a cat", "b"]), strict=True):
             (data,) = each["response"]["body"]["data"]
