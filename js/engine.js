@@ -61,7 +61,7 @@ export class Engine {
     const { manifest, tokenizer } = this.bundle;
     const tasks = tokenizer.special.mask === null ? ["embed"] : ["embed", "fill-mask"];
     const { task = "embed", labels = [] } = manifest.head ?? {};
-    if (task !== "embed") tasks.push(task);
+    if (task === "classify" || task === "tag") tasks.push(task);
     if (task === "classify" && labels.length === 1) tasks.push("rank");
     return tasks;
   }
@@ -129,6 +129,11 @@ export class Engine {
   /** Scores pairs of texts, in order; see tasks/classify.js. */
   rank(pairs, options) {
     return this.#each(rank, pairs, options);
+  }
+
+  /** Refuses task answer, which the Python engine has. */
+  answer() {
+    throw new UsageError("there is no task answer in JavaScript; answer with the Python engine");
   }
 
   /** Scores the labels of the tokens of texts, in order; see tasks/classify.js. */

@@ -50,7 +50,7 @@ def written(engine: Engine, texts: Sequence[str], change: Change = lambda record
     """
     texts, skipped = (*texts, *FEW_TEXTS)[:WRITTEN_ROWS], dict[str, str]()
     for name in engine.tasks:
-        pairs = name == "rank" or (name == "score" and engine.decoder.has_encoder)
+        pairs = name in ("rank", "answer") or (name == "score" and engine.decoder.has_encoder)
         rows = [
             InputRow(n, n, text, {"second": text} if pairs else {}, target=text if pairs else None)
             for n, text in enumerate(texts)
@@ -80,6 +80,7 @@ def _task(engine: Engine, name: Any, *, pairs: bool) -> Task:
         options["generation"] = {**_BRIEF, "max_length": min(8, engine.max_positions)}
     elif pairs:
         options |= {"target": Path("targets")} if name == "score" else {"pair": "second"}
+        options |= {"top": 2} if name == "answer" else {}
     layout = Layout("rows", "jsonl", (), has_id=False, column="text")
     return TASKS[name](engine, JobOptions(**options), layout)
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain, cycle, islice
+from itertools import chain, cycle, islice, product
 from typing import Any
 
 import numpy as np
@@ -74,9 +74,11 @@ class Expected:
 OTHERWISE: Mapping[str, Sequence[Mapping[str, Any]]] = {
     "embed": [{"pooling": "mean", "normalise": True}, {"pooling": "first"}, {"pooling": "last"}],
     "tag": [{"aggregation": each} for each in ("simple", "first", "average", "max")],
+    "answer": [{"top": 3, "handle_impossible_answer": True}, {"top": 2, "max_answer_len": 2}],
     "fill-mask": [{"top": 1}],
 }
 SPECIAL = "special"  # rows of the main task that are no line of the text
+WINDOW = "window"  # further windows of rows
 
 
 class Watched(EncoderModel):
@@ -179,12 +181,16 @@ class _Serving:
         settings: Mapping[str, Any],
     ) -> None:
         method = getattr(engine, task.replace("-", "_"))
-        results = method(given, long_rows="truncate", **settings)
+        if task != "answer":  # which reads long rows in windows
+            settings = {"long_rows": "truncate", **settings}
+        results = method(given, **settings)
+        settings = {name: settings[name] for name in settings if name != "long_rows"}
         for row, result in zip(rows, results, strict=True):
             told = "" if result.error is None else f"is an error: {result.error.message}"
-            served = self.served.get(row.ids, ())
+            windows = (row.ids, *(row.more if task == "answer" else ()))
+            served = product(*(self.served.get(ids, ()) for ids in windows))
             if not told and not any(
-                RESULTS[task](self.inputs, row, result, tensors, **settings) for tensors in served
+                RESULTS[task](self.inputs, row, result, *tensors, **settings) for tensors in served
             ):
                 told = "does not follow from its tensors"
             if told:
@@ -238,8 +244,8 @@ class ServedTasks:
         self.oracle, self.judges = oracle, bool(texts)
         self.head, self.tasks = checkpoint.head, encoder_tasks(checkpoint)
         self.main = self.runs = self.tasks[0]
-        if self.main == "tag" and not self.inputs.has_places:
-            # No host can serve tags then: the head is judged in the batches of `embed`.
+        if self.main in ("tag", "answer") and not self.inputs.has_places:
+            # No host can serve the task then: the head is judged in the batches of `embed`.
             self.runs, self.tasks = "embed", self.tasks[1:]
         self._kept: dict[int, list[list[tuple[str, Expected]]]] = {}
 
@@ -327,10 +333,11 @@ class ServedTasks:
         known: dict[tuple[int, ...], Expected] = {}
         kept, tokens = [], 0
         for number, (task, row) in enumerate(rows):
-            if row.ids not in known:
-                known[row.ids] = self._of_torch(number, row)
-                tokens += len(row.ids)
-            chunk.append((task, known[row.ids]))
+            for kind, one in ((task, row), *((WINDOW, Row(row.texts, ids)) for ids in row.more)):
+                if one.ids not in known:
+                    known[one.ids] = self._of_torch(number, one)
+                    tokens += len(one.ids)
+                chunk.append((kind, replace(known[one.ids], row=one)))
             if tokens * width >= MOST_LOGITS // 2 or number == len(rows) - 1:
                 yield chunk
                 if self.oracle.remembers:

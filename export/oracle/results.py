@@ -30,6 +30,7 @@ SHORT_ROWS = 6  # different short rows
 ALIKE = 2  # short rows of one length, so that sorted by length neighbours differ
 LETTERS = 6  # of the word of a short row at most
 MADE_UP = 8  # texts of random tokens, without text
+WINDOW, SHARED = 384, 128  # tokens of a window of `answer`, and of two neighbours
 PROBABILITIES = "probabilities"
 EXACT = 2.0**-22  # of results made of the same tensors, over the largest: float32 rounds vectors
 
@@ -49,10 +50,12 @@ class Row:
     Attributes:
         texts: One text, or the two of a pair.
         ids: Its tokens.
+        more: Tokens of its further windows, for `answer`.
     """
 
     texts: tuple[str, ...]
     ids: tuple[int, ...]
+    more: tuple[tuple[int, ...], ...] = ()
 
     def given(self) -> Any:
         """Returns the row as the engine's methods take it, unequal to all others."""
@@ -96,7 +99,9 @@ class Inputs:
         """Returns the numbers of results that tensors of one row decide, by name."""
         found = {"vector": _vector(self, tensors, None, normalise=False)}
         if (kind := self.head.probabilities) != "none":
-            found[PROBABILITIES] = _probabilities(tensors["head"][0], kind)
+            scores = tensors["head"][0]
+            scores = scores.T if self.head.task == "answer" else scores
+            found[PROBABILITIES] = _probabilities(scores, kind)
         return found
 
     def _kept(self, ids: Sequence[int]) -> tuple[int, ...]:
@@ -122,6 +127,30 @@ class Inputs:
         ids = self.special.wrap([*left, *self.special.between, *right])
         return Row((one, other), tuple(ids))
 
+    def cuts(self, tokens: int, question: int) -> list[slice]:
+        """Returns the tokens of each window of a context; none if the question is too long."""
+        window = min(WINDOW, self.most)
+        shared = min(SHARED, window // 2)
+        room = window - question - len(self.special.wrap(self.special.between))
+        if tokens > room <= shared:
+            return []
+        step = max(1, room - shared)
+        firsts = [0, *range(step, tokens - shared, step)]
+        found = [slice(first, min(first + room, tokens)) for first in firsts]
+        if self.special.keeps_end:
+            found = [slice(tokens - each.stop, tokens - each.start) for each in found]
+        return found
+
+    def asked(self, question: str, context: str) -> list[Row]:
+        """Returns a question about a context, as far as it leaves room for that."""
+        left, right = map(self.tokenizer.encode, (question, context))
+        between, special = self.special.between, self.special
+        windows = [
+            tuple(special.wrap([*left, *between, *right[cut]]))
+            for cut in self.cuts(len(right), len(left))
+        ]
+        return [Row((question, context), windows[0], tuple(windows[1:]))] if windows else []
+
     def rows(self, task: str) -> list[Row]:
         """Returns the texts as rows of a task.
 
@@ -131,6 +160,9 @@ class Inputs:
             return [row for row in self.rows("classify") if len(row.texts) > 1]
         if task == "fill-mask":
             return [self.masked(text) for text in self.texts]
+        if task == "answer":
+            asked = pairwise([*self.texts, self.texts[0]])
+            return [row for each in asked for row in self.asked(*each)]
         prompt = "" if task == "tag" else self.head.prompt(None)
         rows = [self.plain(text, prompt) for text in self.texts]
         if task == "classify" and self.special.joins_pairs:
@@ -141,10 +173,14 @@ class Inputs:
     def special_rows(self, task: str, most: int) -> list[Row]:
         """Returns the longest row, the shortest one, and short ones of up to `most` tokens."""
         masks = task == "fill-mask"
-        made = self.masked if masks else self.plain
+        made: Any = self.masked if masks else self.plain
         prompt = () if masks or task == "tag" else (self.head.prompt(None),)
         joined = " ".join(islice(cycle(self.texts), self.most))
         words = joined.split()
+        if task == "answer":
+            # A word of the context is the question.
+            made = lambda text: (self.asked(text.split()[0], text) or self.rows(task))[0]  # noqa: E731
+            prompt = ()
         short: dict[tuple[int, ...], Row] = {}
         for number, word in enumerate(words):
             piece = word[: 1 + number % LETTERS]
@@ -274,6 +310,53 @@ def _plain_tag(
     return found == wanted and _alike([each.score for each in result.tags], means)
 
 
+def _plain_answer(
+    inputs: Inputs,
+    row: Row,
+    result: Any,
+    *windows: Tensors,
+    top: int = 1,
+    max_answer_len: int = 15,
+    handle_impossible_answer: bool = False,
+) -> bool:
+    question, context = row.texts
+    places, asked = inputs.tokenizer.places(context), len(inputs.tokenizer.encode(question))
+    found: dict[str, float] = {}
+    nothing = [0.0] if not inputs.special.before else []
+    for tensors, cut in zip(windows, inputs.cuts(len(places), asked), strict=True):
+        own, scores = places[cut], tensors["head"][0].astype(np.float64)
+        scores = scores[: len(scores) - len(inputs.special.after)]
+        # No token of the question takes part in the softmax.
+        hidden = np.arange(len(scores)) < len(scores) - len(own)
+        hidden[: bool(inputs.special.before)] = False
+        scores[hidden] = -np.inf
+        start, end = _probabilities(scores.T, "softmax")
+        nothing += [float(start[0] * end[0])] if inputs.special.before else []
+        spans = []
+        for first, begin in enumerate(start[-len(own) :].tolist()):
+            ends = end[-len(own) :][first : first + max_answer_len].tolist()
+            spans += [(begin * stop, first, first + more) for more, stop in enumerate(ends)]
+        for score, first, last in sorted(spans, key=lambda one: -one[0])[: 2 * top + 10]:
+            same = [
+                [each for each in own if each.word == own[at].word and each.word is not None]
+                or [own[at]]
+                for at in (first, last)
+            ]
+            text = context[same[0][0].start : same[1][-1].end].lower()
+            if score > 0:
+                found[text] = found.get(text, 0.0) + score
+    wanted = sorted(found.values())
+    if handle_impossible_answer or not wanted:
+        wanted = sorted([*wanted, min(nothing)])
+    told = [each.score for each in result.answers]
+    for each in result.answers:
+        score = found.get(each.text.lower(), 0.0) if each.text else min(nothing)
+        if context[each.start : each.end] != each.text or not _alike(each.score, score):
+            return False
+    apart = len({each.text.lower() for each in result.answers}) == len(told)
+    return apart and _alike(told, wanted[::-1][:top])
+
+
 @dataclass(frozen=True)
 class _Span:
     """Neighbouring words of an entity: its first label, the scores of all, and the last label."""
@@ -299,5 +382,6 @@ RESULTS: Mapping[str, Callable[..., bool]] = {
     "classify": _plain_classify,
     "rank": _plain_rank,
     "tag": _plain_tag,
+    "answer": _plain_answer,
     "fill-mask": _plain_fill_mask,
 }

@@ -34,14 +34,15 @@ def chosen_from(tensors: Tensors, head: HeadSettings | None) -> NDArray[np.float
     """Returns the scores among which the labels of a row are chosen.
 
     `[choices, options]`: of each text or token the scores of its labels; where each label is for
-    itself, of each label 0 for no and its score for yes. Empty where nothing is chosen.
+    itself, of each label 0 for no and its score for yes; of answers, for start and end the scores
+    of all tokens. Empty where nothing is chosen.
     """
     scores = tensors["head"][0] if head is not None else np.zeros(0)
     if head is None or head.probabilities == "none":
         return np.zeros((0, 0))
     if head.probabilities == "sigmoid":
         return np.stack([np.zeros_like(scores), scores], axis=-1)
-    return scores.reshape(-1, scores.shape[-1])
+    return scores.T if head.task == "answer" else scores.reshape(-1, scores.shape[-1])
 
 
 class TeacherForcing:

@@ -9,7 +9,7 @@ from typing import Literal
 from transferry.runtime.errors import UsageError
 from transferry.runtime.settings import Whole, shown
 
-# Ways of joining labelled tokens to entities; see `runtime/engine/tasks/entities.py`.
+# Ways of joining labelled tokens to entities; see `runtime/engine/entities.py`.
 Aggregation = Literal["none", "simple", "first", "average", "max"]
 
 
@@ -19,10 +19,12 @@ class HeadSettings:
 
     Attributes:
         task: "embed" makes a vector of a text, "classify" scores labels of a text or of a pair of
-            texts, "tag" scores labels of each token.
+            texts, "tag" scores labels of each token, "answer" scores each token of a question and
+            a context as the start and as the end of an answer.
         labels: Names of the scores; empty for vectors.
-        probabilities: Activation that turns scores into probabilities: "softmax" where one label is
-            right, "sigmoid" where labels are independent, "none" for regression.
+        probabilities: Activation that turns scores into probabilities: "softmax" where one label
+            (of answers, one start and one end) is right, "sigmoid" where labels are independent,
+            "none" for regression.
         rank: Activation applied to a cross-encoder's single score.
         longest: Tokens that rows are cut to, special tokens included; 0 disables it.
         prompts: Texts that may be put before each text, by name.
@@ -30,7 +32,7 @@ class HeadSettings:
         width: Numbers of a vector that are kept, the first of them; 0 keeps all.
     """
 
-    task: Literal["embed", "classify", "tag"]
+    task: Literal["embed", "classify", "tag", "answer"]
     labels: tuple[str, ...] = ()
     probabilities: Literal["softmax", "sigmoid", "none"] = "none"
     rank: Literal["sigmoid", "none"] = "none"

@@ -166,7 +166,7 @@ def _head_problem(head: HeadSettings, variant: Variant) -> str:
     """Mismatch between a graph and the head's settings; "" without one."""
     outputs = variant.graphs["encoder"].outputs if "encoder" in variant.graphs else ()
     found = [spec.shape for spec in outputs if spec.role == "head"]
-    rank = 3 if head.task == "tag" else 2
+    rank = 3 if head.task in ("tag", "answer") else 2
     width = len(head.labels)
     if len(found) != 1 or len(found[0]) != rank or not isinstance(found[0][-1], int):
         return f"gives no scores or vectors for task {head.task}"

@@ -8,6 +8,7 @@ from typing import Any
 
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.engine.open_bundle import OpenBundle
+from transferry.runtime.engine.tasks.answer import answer
 from transferry.runtime.engine.tasks.classify import classify
 from transferry.runtime.engine.tasks.embed import embed
 from transferry.runtime.engine.tasks.fill_mask import fill_mask
@@ -48,6 +49,7 @@ class Engine(OpenBundle):
     classify = classify
     rank = rank
     tag = tag
+    answer = answer
 
     @property
     def tasks(self) -> Sequence[str]:

@@ -53,6 +53,10 @@ from transferry.runtime.tokenizer.special_tokens import SpecialTokens
 AnyModel = TypeVar("AnyModel", bound=ServedModel)
 
 
+def _itself(value: Input) -> Input:
+    return value
+
+
 class OpenBundle:
     """A bundle with its models, open on every device: what the tasks compute on.
 
@@ -348,13 +352,15 @@ class OpenBundle:
         prepare: Callable[[list[Input]], list[WorkItem[Row] | Answer]],
         compute: Callable[[AnyModel, list[Row]], list[Answer]],
         models: Sequence[AnyModel],
+        key: Callable[[Input], Any] = _itself,
     ) -> Results[Answer]:
         """Computes inputs in batches on models (`decoders` or `encoders`), in order.
 
-        `prepare` is as in `worker_pool.in_order`; `compute` computes a batch on one of the models.
+        `prepare` is as in `worker_pool.in_order`; `compute` computes a batch on one of the models;
+        for `key` see `answers`.
         """
         workers = [batch_worker(partial(compute, model)) for model in models] * self.replicas
-        return Results(self.answers(inputs, prepare, workers, self.batches.rows, _itself))
+        return Results(self.answers(inputs, prepare, workers, self.batches.rows, key))
 
     @contextmanager
     def watched(self, waiting: Callable[[int], None]) -> Iterator[None]:
@@ -392,10 +398,6 @@ class OpenBundle:
 
 def _nothing(ahead: int) -> None:
     """Tells nobody."""
-
-
-def _itself(value: Input) -> Input:
-    return value
 
 
 def session_options(options: SessionOptions | None, named: dict[str, Any]) -> SessionOptions:

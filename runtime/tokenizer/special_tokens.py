@@ -58,11 +58,14 @@ class Place(NamedTuple):
         start: Its first character, from 0.
         end: The character after its last one.
         continues: Whether it continues the word of the token before.
+        word: Number of its word in the text as the tokenizer splits it before it looks for tokens;
+            None for tokens outside of words.
     """
 
     start: int
     end: int
     continues: bool
+    word: int | None = None
 
 
 @dataclass(frozen=True)
@@ -253,8 +256,8 @@ class AnyTokenizer(ABC):
     def places(self, text: str) -> list[Place]:
         """Place of each token of `encode` in a text; raises UsageError if the kind has none."""
         raise UsageError(
-            "the bundle's tokenizer does not tell the places of its tokens in a text, which task "
-            "tag needs"
+            "the bundle's tokenizer does not tell the places of its tokens in a text, which tasks "
+            "tag and answer need"
         )
 
     @abstractmethod

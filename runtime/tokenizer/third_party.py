@@ -184,16 +184,16 @@ class HuggingFaceTokenizer(ThirdPartyTokenizer):
         """
         text, model = _well_formed(text), self._word_model
         found = self._tokenizer.encode(text, add_special_tokens=False)
-        unknown = model.unk_id
-        if model.unk_token is not None:
-            unknown = self._tokenizer.token_to_id(model.unk_token)
+        named = model.unk_token
+        unknown = model.unk_id if named is None else self._tokenizer.token_to_id(named)
         places = []
-        for token, piece, (start, end) in zip(found.ids, found.tokens, found.offsets, strict=True):
+        pieces = zip(found.ids, found.tokens, found.offsets, found.word_ids, strict=True)
+        for token, piece, (start, end), word in pieces:
             if model.continuing_subword_prefix:
                 continues = len(piece) != end - start
             else:
                 continues = start > 0 and " " not in text[start - 1 : start + 1]
-            places.append(Place(start, end, continues and token != unknown))
+            places.append(Place(start, end, continues and token != unknown, word))
         return places
 
     @cached_property

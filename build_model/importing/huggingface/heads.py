@@ -30,6 +30,8 @@ RANKS: dict[str, Literal["sigmoid", "none"]] = {
     "torch.nn.modules.linear.Identity": "none",
 }
 
+SPAN = ("start", "end")  # scores of a token in extractive question answering
+
 
 def labels_of(config: Settings) -> tuple[str, ...]:
     """Names of the scores; transformers names those without names LABEL_0, LABEL_1, ..."""
@@ -86,9 +88,11 @@ def classifier(
         task = task_of(config)
         if task is None:
             return None
-        labels, two = labels_of(config), task == "classify" or modern
+        labels = SPAN if task == "answer" else labels_of(config)
+        two = task == "classify" or modern
         unit, bias, pooling = activation, True, "first"
-        names = {last if task == "classify" else "classifier": int(two)}
+        token = "classifier" if modern or task == "tag" else "qa_outputs"
+        names = {last if task == "classify" else token: int(two)}
         if two:
             names[dense] = 0
         table = {f"{theirs}.*": f"head.layers.{ours}.linear.*" for theirs, ours in names.items()}
@@ -111,7 +115,7 @@ def classifier(
             "head_biases": (*[bias] * two, True),
             "head_norm": modern,
         }
-        settings = HeadSettings("tag", labels, "softmax")
+        settings = HeadSettings(task, labels, "softmax")
         if task == "classify":
             problem = problem_of(config, labels)
             settings = HeadSettings("classify", labels, problem, rank_of(config))
@@ -120,8 +124,10 @@ def classifier(
     return read
 
 
-def task_of(config: Settings) -> Literal["classify", "tag"] | None:
+def task_of(config: Settings) -> Literal["classify", "tag", "answer"] | None:
     """Returns the task of the model class that config.json names; None for another class."""
+    if _class(config).endswith("ForQuestionAnswering"):
+        return "answer"
     purpose = PURPOSES.get(_end(_class(config)))
     return purpose if purpose in ("classify", "tag") else None
 

@@ -97,7 +97,7 @@ def read_pretrained(
     ends = pretrained.tokens("eos_token_id") if shape.decoder_layers else []
     tokenizer = TOKENIZERS[kind](pretrained, shape)
     tokenizer.special = _with_cuts(pretrained, shape, tokenizer.special, sentence)
-    if head is not None and head.task == "classify":
+    if head is not None and head.task in ("classify", "answer"):
         family, shape = _with_segments(family, shape, pretrained, tokenizer)
     tensors = pretrained.tensors()
     if sentence is not None:

@@ -18,8 +18,8 @@ from transferry.runtime.engine.tasks.task import (
     Difference,
     Layout,
     Page,
-    RowOptions,
     Task,
+    TopOptions,
     columns,
     is_encoder,
 )
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from transferry.runtime.engine.tasks.heads import Scores
 
 MASK = "[MASK]"
+TOP = 5  # candidates
 Few = Annotated[int, msgspec.Meta(le=MOST)]
 
 
@@ -76,16 +77,14 @@ class FilledMaskResult(RowResult):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FillMaskOptions(RowOptions):
+class FillMaskOptions(TopOptions):
     """Options of fill-mask.
 
     Attributes:
         mask: Text that stands for a masked token.
-        top: Candidates per mask.
     """
 
     mask: str = MASK
-    top: Few = 5
 
 
 class FillMask(Task):
@@ -100,6 +99,7 @@ class FillMask(Task):
 
     def __init__(self, engine: OpenBundle, options: FillMaskOptions, layout: Layout) -> None:
         super().__init__(engine, options, layout)
+        self.settings["top"] = TOP if options.top is None else options.top
         _ = engine.encoder  # refuses other architectures before anything is opened
 
     @classmethod
@@ -126,7 +126,7 @@ def fill_mask(
     texts: Iterable[str | RowError],
     *,
     mask: str = MASK,
-    top: int = 5,
+    top: int = TOP,
     long_rows: LongRows = "error",
 ) -> Results[FilledMaskResult]:
     """Fills the masks of texts, in order; each mask as if the others stayed.

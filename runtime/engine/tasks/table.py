@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
+from transferry.runtime.engine.tasks.answer import Answer, AnswerOptions
 from transferry.runtime.engine.tasks.classify import Classify
 from transferry.runtime.engine.tasks.embed import Embed, EmbedOptions
 from transferry.runtime.engine.tasks.fill_mask import FillMask, FillMaskOptions
 from transferry.runtime.engine.tasks.generate import Generate, GenerateOptions
-from transferry.runtime.engine.tasks.heads import PairOptions
 from transferry.runtime.engine.tasks.rank import Rank
 from transferry.runtime.engine.tasks.score import Score, ScoreOptions
 from transferry.runtime.engine.tasks.tag import TagOptions, TagTask
@@ -20,16 +20,16 @@ from transferry.runtime.errors import Option, UsageError
 if TYPE_CHECKING:
     from transferry.runtime.bundle.bundle import Bundle
 
-TaskName = Literal["generate", "embed", "fill-mask", "classify", "rank", "tag", "score"]
+TaskName = Literal["generate", "embed", "fill-mask", "classify", "rank", "tag", "answer", "score"]
 # By name; where a bundle can do several, a page offers the last.
 TASKS: dict[str, type[Task]] = {
-    task.name: task for task in (Generate, Embed, FillMask, Classify, Rank, TagTask, Score)
+    task.name: task for task in (Generate, Embed, FillMask, Classify, Rank, TagTask, Answer, Score)
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskOptions(
-    ScoreOptions, FillMaskOptions, TagOptions, PairOptions, EmbedOptions, GenerateOptions
+    ScoreOptions, FillMaskOptions, TagOptions, AnswerOptions, EmbedOptions, GenerateOptions
 ):
     """Options of all tasks; each task takes its own."""
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from transferry.runtime.bundle.head import Aggregation
+from transferry.runtime.engine.entities import Tag, tags_of
 from transferry.runtime.engine.preprocess import EncodedRow, LongRows, WorkItem, checked_texts
 from transferry.runtime.engine.result import NOT_FINITE, Results, RowError, RowResult
-from transferry.runtime.engine.tasks.entities import Tag, tags_of
 from transferry.runtime.engine.tasks.heads import EncoderCall, HeadTask, head_of, probabilities
 from transferry.runtime.engine.tasks.task import Page, RowOptions, columns
 

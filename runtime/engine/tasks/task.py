@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAlias
 from transferry.runtime.engine.preprocess import LongRows
 from transferry.runtime.engine.prompts import Parts
 from transferry.runtime.engine.result import PartsResult
+from transferry.runtime.settings import Count
 
 if TYPE_CHECKING:
     from transferry.runtime.bundle.bundle import Bundle
@@ -43,6 +44,17 @@ class RowOptions:
     """
 
     long_rows: LongRows | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopOptions(RowOptions):
+    """Options of tasks with several answers.
+
+    Attributes:
+        top: Candidates per mask, or answers per row. Default: 5; of answer 1.
+    """
+
+    top: Count | None = None
 
 
 @dataclass(frozen=True)

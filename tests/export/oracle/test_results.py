@@ -9,8 +9,8 @@ import pytest
 
 from transferry.export.oracle.results import RESULTS, Row
 from transferry.runtime.bundle.head import Aggregation, HeadSettings
+from transferry.runtime.engine.entities import tags_of
 from transferry.runtime.engine.tasks import classify, rank, tag
-from transferry.runtime.engine.tasks.entities import tags_of
 from transferry.runtime.engine.tasks.heads import probabilities
 from transferry.runtime.tokenizer.special_tokens import Place, SpecialTokens
 

@@ -348,7 +348,8 @@ CHOSEN: dict[str, Any] = {
     "pooling": "first",
     "normalise": True,
     "aggregation": "simple",
-    "top": 2,
+    "handle_impossible_answer": True,
+    **dict.fromkeys(("top", "max_answer_len", "doc_stride", "max_seq_len"), 2),
     "target": Path("x"),
 }
 

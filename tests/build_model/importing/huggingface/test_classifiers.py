@@ -61,9 +61,15 @@ PROBLEMS: dict[str, dict[str, Any]] = {
     "sigmoid": {"num_labels": 3, "problem_type": "multi_label_classification"},
     "none": {"num_labels": 1},
 }
+SUFFIXES = {
+    "ForSequenceClassification": "classify",
+    "ForTokenClassification": "tag",
+    "ForQuestionAnswering": "answer",
+}
 HEADS = [
     *(pytest.param("ForSequenceClassification", kind, id=kind) for kind in PROBLEMS),
     pytest.param("ForTokenClassification", "softmax", id="tokens"),
+    pytest.param("ForQuestionAnswering", "softmax", id="answers"),
 ]
 
 
@@ -73,21 +79,21 @@ HEADS = [
 @torch.inference_mode()
 def test_scores_are_theirs(kind: str, suffix: str, problem: str, seed: int, tmp_path: Path) -> None:
     folder, run = tmp_path / "theirs", tmp_path / "run"
-    theirs = Theirs(kind, seed, folder, suffix, **PROBLEMS[problem])
+    task = SUFFIXES[suffix]
+    theirs = Theirs(kind, seed, folder, suffix, **PROBLEMS[problem] if task != "answer" else {})
     said: list[str] = []
     import_pretrained(folder, run, say=said.append)
     checkpoint = load_checkpoint(run)
     head, special = checkpoint.head, checkpoint.tokenizer.special
     assert head is not None
     labels = len(head.labels)
-    tags = suffix == "ForTokenClassification"
-    task = "tag" if tags else "classify"
-    assert (head.task, head.probabilities, labels) == (task, problem, 1 if problem == "none" else 3)
+    expected = 2 if task == "answer" else 1 if problem == "none" else 3
+    assert (head.task, head.probabilities, labels) == (task, problem, expected)
     assert f"head for --task {task}, labels {', '.join(head.labels)}, " in said[0]
     works = " and rank work" if problem == "none" else " work"
     assert f"no masked language model head: only --task embed and {task}{works}" in said[0]
     rows: list[tuple[str, str | None]] = [(text, None) for text in TEXTS]
-    rows += [] if tags else PAIRS[:2]
+    rows += [] if task == "tag" else PAIRS[:2]
     model = checkpoint.model.double()
     for first, second in rows:
         ids = checkpoint.tokenizer.encode(first)
@@ -97,8 +103,12 @@ def test_scores_are_theirs(kind: str, suffix: str, problem: str, seed: int, tmp_
         pad = [5, 6]  # padding has no influence
         mask = torch.tensor([[True] * len(wrapped) + [False] * len(pad)])
         found = model.answers(torch.tensor([wrapped + pad]), mask)["head"][0]
-        wanted = theirs(first, second).logits[0]
-        found = found[: len(wrapped)] if tags else found
+        output = theirs(first, second)
+        if task == "answer":
+            wanted = torch.stack([output.start_logits[0], output.end_logits[0]], dim=-1)
+        else:
+            wanted = output.logits[0]
+        found = found if task == "classify" else found[: len(wrapped)]
         assert (found - wanted).abs().max() <= 1e-9
 
 
