@@ -7,20 +7,28 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from transferry.build_model.importing.huggingface.encoders.rotary import (
+    EUROBERT,
+    EUROBERT_POOLINGS,
+    MODERN_POOLINGS,
+    MODERNBERT,
+    POST_NORM,
+    eurobert_shape,
+    gte_computes,
+    gte_shape,
+    jina_shape,
+    modernbert_shape,
+    nomic_shape,
+)
 from transferry.build_model.importing.huggingface.folder import Settings
 from transferry.build_model.importing.huggingface.heads import classifier
-from transferry.build_model.importing.huggingface.rope import SLIDING, RotaryKeys, read_rotary
 from transferry.build_model.importing.huggingface.tables import (
     ACTIVATIONS,
-    GATES,
     Family,
     NoPlace,
     Table,
     after_padding,
     first_row_into,
-    head_width,
-    layer_types,
-    parts,
     renamed,
     sizes,
 )
@@ -239,78 +247,6 @@ ELECTRA: Table = {
     "discriminator_predictions.dense_prediction.*": NoPlace("discriminator head"),
 }
 
-# --- ModernBERT ----------------------------------------------------------------------------------
-
-
-def _modernbert_shape(config: Settings, names: set[str]) -> ModelConfig:
-    """ModernBERT (Warner et al. 2024): pre-norm, gated, rotary, with windows."""
-    head = "head.dense.weight" in names
-    fields = sizes(config)
-    layers, longest = config.whole("num_hidden_layers"), config.whole("max_position_embeddings")
-    every = max(1, config.whole("global_attn_every_n_layers", 3))
-    sliding = layer_types(config, layers, [each % every != 0 for each in range(layers)])
-    window, d_head = config.whole("local_attention", 128) // 2 + 1, head_width(fields)
-    near = read_rotary(config, d_head, longest, RotaryKeys(base_key="local_rope_theta"), SLIDING)
-    far = read_rotary(config, d_head, longest, RotaryKeys(160000.0, "global_rope_theta"))
-    if near.scale != 1.0:
-        config.refuse("rope_parameters", config.get("rope_parameters"), "no yarn in sliding layers")
-    biases: dict[str, Any] = {
-        ours: config.flag(theirs, False)
-        for ours, theirs in {
-            "query_key_value_bias": "attention_bias",
-            "attention_output_bias": "attention_bias",
-            "feed_forward_bias": "mlp_bias",
-            "norm_bias": "norm_bias",
-            "output_transform_bias": "classifier_bias",
-        }.items()
-    }
-    return ModelConfig(
-        **fields,
-        encoder_layers=layers,
-        decoder_layers=0,
-        norm_epsilon=config.number("norm_eps", 1e-5),
-        architecture="encoder-only",
-        norm_order="pre",
-        first_norm=False,
-        positions="rotary",
-        activation=config.choice("hidden_activation", GATES, "gelu"),
-        output_activation=config.choice("classifier_activation", ACTIVATIONS, "gelu"),
-        tied=config.flag("tie_word_embeddings", True) or not head,
-        bias=False,
-        scale_embedding=False,
-        embedding_norm=True,
-        output_transform=head,
-        output_bias=head and config.flag("decoder_bias", True),
-        lm_head=head,
-        windows=tuple(window if slides else 0 for slides in sliding) if any(sliding) else (),
-        window_rotary_rates=near.rates if any(sliding) else (),
-        **biases,
-        **far.fields(),
-    )
-
-
-MODERNBERT: Table = {
-    "embeddings.tok_embeddings.weight": "embedding.weight",
-    "embeddings.norm.*": "embedding_norm.*",
-    "layers.#.attn_norm.*": "encoder.#.self_residual.norm.*",
-    "layers.#.attn.Wqkv.*": parts(
-        lambda config: [config.d_model] * 3,
-        *(f"encoder.#.self_attention.{name}.*" for name in ("query", "key", "value")),
-    ),
-    "layers.#.attn.Wo.*": "encoder.#.self_attention.output.*",
-    "layers.#.mlp_norm.*": "encoder.#.feed_forward_residual.norm.*",
-    "layers.#.mlp.Wi.*": parts(
-        lambda config: [config.d_ff] * 2,
-        *(f"encoder.#.feed_forward.{name}.*" for name in ("gate", "inner")),
-    ),
-    "layers.#.mlp.Wo.*": "encoder.#.feed_forward.outer.*",
-    "final_norm.*": "encoder_norm.*",
-    "head.dense.*": "output_transform.linear.*",
-    "head.norm.*": "output_transform.norm.*",
-    "decoder.weight": "output.weight",
-    "decoder.bias": "output_bias",
-}
-
 # --- All types -----------------------------------------------------------------------------------
 
 PROJECTED = classifier("classifier.dense", "classifier.out_proj")
@@ -367,7 +303,35 @@ FAMILIES = {
     "mpnet": Family("MPNet", _mpnet_shape, MPNET, ("mpnet.",), classifier=PROJECTED),
     "modernbert": Family(
         "ModernBERT",
-        *(_modernbert_shape, MODERNBERT, ("model.",)),
-        classifier=classifier("head.dense", modern=True),
+        *(modernbert_shape, MODERNBERT, ("model.",)),
+        classifier=classifier("head.dense", modern=True, poolings=MODERN_POOLINGS),
+    ),
+    "nomic_bert": Family(
+        "nomic-embed-text v1, v1.5",
+        *(nomic_shape, POST_NORM, ("nomic_bert.", "bert.")),
+        classifier=classifier("pooler.dense"),
+        segments=TYPES,
+    ),
+    **{
+        kind: Family(
+            models,
+            *(gte_shape, POST_NORM, (prefix,), gte_computes),
+            classifier=classifier("pooler.dense"),
+            segments=TYPES,
+        )
+        for kind, models, prefix in (
+            ("gte", "GTE", "gte."),
+            ("new", "GTE as published", "new."),
+        )
+    },
+    "jina_embeddings_v3": Family(
+        "jina-embeddings-v3",
+        *(jina_shape, POST_NORM, ("roberta.",)),
+        classifier=PROJECTED,
+    ),
+    "eurobert": Family(
+        "EuroBERT",
+        *(eurobert_shape, EUROBERT, ("model.",)),
+        classifier=classifier("dense", activation="gelu", poolings=EUROBERT_POOLINGS),
     ),
 }

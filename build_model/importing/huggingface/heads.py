@@ -73,6 +73,7 @@ def classifier(
     *,
     width: str = "hidden_size",
     modern: bool = False,
+    poolings: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Callable[[Settings], Classifier | None]:
     """Returns how a type's heads are read.
 
@@ -82,6 +83,8 @@ def classifier(
         activation: Of the first.
         width: Setting of the width of the hidden states.
         modern: Its first layer scores tokens too, and has a norm, as in ModernBERT.
+        poolings: Fields by the values of classifier_pooling, the default first; None for types
+            without that setting.
     """
 
     def read(config: Settings) -> Classifier | None:
@@ -90,7 +93,7 @@ def classifier(
             return None
         labels = SPAN if task == "answer" else labels_of(config)
         two = task == "classify" or modern
-        unit, bias, pooling = activation, True, "first"
+        unit, bias = activation, True
         token = "classifier" if modern or task == "tag" else "qa_outputs"
         names = {last if task == "classify" else token: int(two)}
         if two:
@@ -100,21 +103,19 @@ def classifier(
             unit = cast(HeadActivation, config.choice("classifier_activation", ACTIVATIONS, "gelu"))
             bias = config.flag("classifier_bias", False)
             table["head.norm.*"] = "head.layers.0.norm.*"
-            if task == "classify":
-                pooling = config.choice(
-                    "classifier_pooling", {"cls": "first", "mean": "mean"}, "cls"
-                )
         fields: dict[str, Any] = {
             "lm_head": False,
             "output_transform": False,
             "output_bias": False,
             "tied": True,
-            "pooling": (pooling,) if task == "classify" else (),
+            "pooling": ("first",) if task == "classify" else (),
             "head_widths": (*[config.whole(width, 768)] * two, len(labels)),
             "head_activations": (*[unit] * two, "none"),
             "head_biases": (*[bias] * two, True),
             "head_norm": modern,
         }
+        if task == "classify" and poolings is not None:
+            fields |= config.choice("classifier_pooling", poolings, next(iter(poolings)))
         settings = HeadSettings(task, labels, "softmax")
         if task == "classify":
             problem = problem_of(config, labels)

@@ -15,6 +15,8 @@ from transferry.runtime.settings import shown
 # Kinds of scaling whose rates depend on the length of a text, which a cache of keys cannot follow.
 # Up to the first length, the rates are the same for every text.
 DYNAMIC, LONGROPE = "dynamic", "longrope"
+# Of GTE's own code, which calls it ntk.
+FIXED_NTK = "fixed-ntk"
 # Layers with a window, and others.
 SLIDING, FULL = "sliding_attention", "full_attention"
 
@@ -238,6 +240,18 @@ def _longrope(
     return [rate / each for rate, each in zip(rates, factors, strict=True)], scale
 
 
+def _ntk(rates: list[float], found: Settings, context: _Context) -> tuple[list[float], float]:
+    """Fixed and mixed NTK scaling (kexue.fm/archives/9706, eq. 6, 10, 12 and 13)."""
+    factor, mixed = found.number("factor", 1.0), found.number("mixed_b", 0.0)
+    pairs = len(rates)
+    if factor <= 1:  # its code scales texts beyond max_position_embeddings / factor
+        return rates, 1.0
+    if mixed:
+        growth = math.log(factor) / pairs**mixed
+        return [rate / math.exp(growth * m**mixed) for m, rate in enumerate(rates, 1)], 1.0
+    return [rate / factor ** (m / pairs) for m, rate in enumerate(rates, 1)], 1.0
+
+
 def _factor(found: Settings) -> float:
     factor = found.number("factor", 0.0)
     if factor <= 0:
@@ -249,4 +263,5 @@ SCALINGS: dict[str, Callable[[list[float], Settings, _Context], tuple[list[float
     "linear": _linear,
     "llama3": _llama3,
     "yarn": _yarn,
+    FIXED_NTK: _ntk,
 }

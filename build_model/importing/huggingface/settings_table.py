@@ -56,9 +56,10 @@ WITHOUT_EFFECT: Mapping[str, Mapping[str, str]] = {
             "_attn_implementation _attn_implementation_autoset _attn_implementation_internal "
             "attn_implementation bf16 cache_implementation chunk_size_feed_forward "
             "deterministic_flash_attn dtype fp16 output_attentions output_hidden_states "
-            "output_past pretraining_tp reference_compile reorder_and_upcast_attn return_dict "
+            "dense_seq_output fused_bias_fc fused_dropout_add_ln output_past pack_qkv "
+            "pretraining_tp reference_compile reorder_and_upcast_attn return_dict "
             "torch_dtype torchscript transformers.js_config use_bfloat16 use_cache "
-            "use_flash_attn"
+            "unpad_inputs use_flash_attn use_memory_efficient_attention use_xentropy"
         ),
         RECORD: (
             "_commit_hash _diffusers_version _name_or_path _num_labels adapters architectures "
@@ -76,7 +77,10 @@ WITHOUT_EFFECT: Mapping[str, Mapping[str, str]] = {
             "summary_use_proj type_vocab_size"
         ),
         PIPELINE: "prefix task_specific_params",
-        FILES: "add_bias_logits layer_norm_elementwise_affine n_ctx tie_encoder_decoder",
+        FILES: (
+            "add_bias_logits layer_norm_elementwise_affine n_ctx pad_vocab_size_multiple "
+            "tie_encoder_decoder"
+        ),
         "not read by the model type in transformers": (
             "_sliding_window_pattern cross_attention_hidden_size decoder_bias embedding_size "
             "extra_pos_embeddings head_dim hidden_act layer_norm_eps max_position_embeddings "

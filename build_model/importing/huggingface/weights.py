@@ -198,7 +198,8 @@ def convert_weights(
         if ours not in converted.shapes:
             converted.shapes[ours] = meta(tensor.shape, tensor.dtype)
             converted._formulas[ours] = tensor
-            what = FORMULAS.get(ours, "norms (ones and zeros)")
+            usual = "norms (ones and zeros)" if "norm" in ours else "biases (zeros)"
+            what = FORMULAS.get(ours, usual)
             converted.computed[what] = converted.computed.get(what, 0) + tensor.numel()
     _require_all(family, expected, converted, origin)
     return converted

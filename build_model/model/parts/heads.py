@@ -43,6 +43,7 @@ class HeadConfig(TransformerConfig):
         head_activations: The activation after each.
         head_biases: Whether each has a bias.
         head_norm: Norm after the first of them, as in ModernBERT.
+        late_pooling: Pool the first layer's output and not its input, as in EuroBERT.
         unit_length: The head scales its vector to length 1.
     """
 
@@ -51,6 +52,7 @@ class HeadConfig(TransformerConfig):
     head_activations: tuple[HeadActivation, ...] = ()
     head_biases: tuple[bool, ...] = ()
     head_norm: bool = False
+    late_pooling: bool = False
     unit_length: bool = False
 
     def check(self) -> None:
@@ -67,6 +69,9 @@ class HeadConfig(TransformerConfig):
         require(bool(layers) or not self.head_norm, "head_norm", expected, "true")
         expected = "false unless hidden states are pooled"
         require(bool(self.pooling) or not self.unit_length, "unit_length", expected, "true")
+        expected = "false unless the head has a linear layer and one pooling"
+        late = bool(layers) and len(self.pooling) == 1
+        require(late or not self.late_pooling, "late_pooling", expected, "true")
 
     def parts(self) -> tuple[type[Any], ...]:
         """See `TransformerConfig.parts`."""
@@ -126,10 +131,12 @@ class Head(nn.Module):
             [batch, width]; where nothing is pooled [batch, length, width], which means nothing at
             padding.
         """
-        x = hidden
+        x, layers = hidden, [*self.layers]
+        if self.config.late_pooling:
+            x = layers.pop(0)(x)
         if self.config.pooling:
-            x = torch.cat([pooled(hidden, mask, kind) for kind in self.config.pooling], dim=-1)
-        for layer in self.layers:
+            x = torch.cat([pooled(x, mask, kind) for kind in self.config.pooling], dim=-1)
+        for layer in layers:
             x = layer(x)
         return F.normalize(x, dim=-1) if self.config.unit_length else x
 

@@ -25,7 +25,7 @@ from tests.build_model.importing.huggingface.drawn import (
     randomise,
     transformers,
 )
-from tests.build_model.importing.huggingface.encoder_types import WITH_SEGMENTS
+from tests.build_model.importing.huggingface.encoder_types import ENCODERS, WITH_SEGMENTS
 from tests.build_model.importing.huggingface.heads import Theirs
 from tests.build_model.importing.huggingface.small_models import (
     change,
@@ -38,7 +38,6 @@ from tests.build_model.importing.huggingface.tokenizer.test_tokenizer_classes im
 from tests.commands import call, done
 from tests.conftest import Once
 from tests.end_to_end.files import HARD_TEXTS
-from transferry.build_model.importing.huggingface.encoder_only import FAMILIES as ENCODERS
 from transferry.runtime.engine.preprocess import Preprocessor
 from transferry.runtime.tokenizer.byte_pair import load_tokenizer
 
@@ -49,7 +48,7 @@ CLASSES = {
     **dict.fromkeys(("t5", "mt5"), "T5"),
     "mpnet": "MPNet",
     **dict.fromkeys(("roberta", "data2vec-text", "roberta-prelayernorm"), "RoBERTa"),
-    **dict.fromkeys(("xlm-roberta", "xlm-roberta-xl"), "XLM-R"),
+    **dict.fromkeys(("xlm-roberta", "xlm-roberta-xl", "gte"), "XLM-R"),
     "camembert": "CamemBERT",
     "bart": "BART",
     "pegasus": "PEGASUS",
@@ -60,7 +59,10 @@ OWN: dict[str, Callable[[Path], Any]] = {
     **dict.fromkeys(("llama", "mistral", "phi3"), llama_vocabulary),
     "marian": marian_vocabulary,
     "olmo2": lambda folder: byte_level_tokenizer(folder, "", ""),
-    "modernbert": lambda folder: byte_level_tokenizer(folder, "<s>", "</s>"),
+    **dict.fromkeys(
+        ("modernbert", "eurobert", "jina_embeddings_v3"),
+        lambda folder: byte_level_tokenizer(folder, "<s>", "</s>"),
+    ),
 }
 MODES = {"as-text": True, "as-tokens": False}  # as split_special_tokens of transformers
 

@@ -389,7 +389,7 @@ def bert_tokenizer(pretrained: PretrainedFolder, config: ModelConfig) -> AnyToke
         pad_id=token("pad"),
         bos_id=token("cls"),
         eos_id=token("sep"),
-        mask_id=token("mask") if config.output_transform else None,
+        mask_id=token("mask") if config.lm_head else None,
         after=(),
     )
     tokenizer = _unchanged(found, special, config, str(pretrained.folder))

@@ -87,6 +87,36 @@ def modernbert(draw: Draw) -> dict[str, Any]:
     }
 
 
+def rotary(draw: Draw, **more: Any) -> dict[str, Any]:
+    return masked(draw, rope_parameters=rope(draw), **more)
+
+
+def nomic(draw: Draw) -> dict[str, Any]:
+    return rotary(draw, hidden_act=draw.choice(["silu", "gelu"]))
+
+
+def gte(draw: Draw) -> dict[str, Any]:
+    return rotary(draw, type_vocab_size=draw.choice([0, 1, 2]))
+
+
+def eurobert(draw: Draw) -> dict[str, Any]:
+    return {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": draw.choice([None, 1, 2, 4]),
+        "head_dim": draw.choice([None, 6, 16]),
+        "intermediate_size": draw.choice([40, 48]),
+        "hidden_act": draw.choice(["silu", "gelu"]),
+        "rms_norm_eps": draw.choice([1e-6, 1e-5]),
+        "attention_bias": draw.choice([True, False]),
+        "mlp_bias": draw.choice([True, False]),
+        "tie_word_embeddings": draw.choice([True, False]),
+        "classifier_pooling": draw.choice(["bos", "mean", "late", "late"]),
+        "rope_parameters": rope(draw),
+    }
+
+
 # Model class and settings, by model_type.
 ENCODERS: dict[str, tuple[str, Callable[[Draw], dict[str, Any]]]] = {
     "bert": ("BertForMaskedLM", masked),
@@ -102,6 +132,10 @@ ENCODERS: dict[str, tuple[str, Callable[[Draw], dict[str, Any]]]] = {
     "data2vec-text": ("Data2VecTextForMaskedLM", masked),
     "roberta-prelayernorm": ("RobertaPreLayerNormForMaskedLM", masked),
     "xlm-roberta-xl": ("XLMRobertaXLForMaskedLM", masked),
+    "nomic_bert": ("NomicBertForMaskedLM", nomic),
+    "gte": ("GteForMaskedLM", gte),
+    "jina_embeddings_v3": ("JinaEmbeddingsV3ForMaskedLM", rotary),
+    "eurobert": ("EuroBertForMaskedLM", eurobert),
 }
 # Types whose positions are RoBERTa's.
 LIKE_ROBERTA = (
@@ -109,4 +143,4 @@ LIKE_ROBERTA = (
     "xlm-roberta-xl",
 )
 # Types that tell the segments of a pair apart.
-WITH_SEGMENTS = ("bert", "electra", "ernie", "megatron-bert")
+WITH_SEGMENTS = ("bert", "electra", "ernie", "megatron-bert", "nomic_bert")

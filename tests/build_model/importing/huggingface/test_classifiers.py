@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.build_model.importing.huggingface.drawn import LONGEST, SEEDS, transformers
+from tests.build_model.importing.huggingface.encoder_types import ENCODERS
 from tests.build_model.importing.huggingface.heads import TEXTS, Theirs, write
 from tests.commands import call, done
 from transferry.build_model.checkpoint import load_checkpoint
@@ -75,7 +76,7 @@ HEADS = [
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(("suffix", "problem"), HEADS)
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", ENCODERS)
 @torch.inference_mode()
 def test_scores_are_theirs(kind: str, suffix: str, problem: str, seed: int, tmp_path: Path) -> None:
     folder, run = tmp_path / "theirs", tmp_path / "run"

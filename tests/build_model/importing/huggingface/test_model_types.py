@@ -42,7 +42,8 @@ from transferry.runtime.tokenizer.special_tokens import SpecialTokens
 
 
 def test_every_type_has_a_case() -> None:
-    assert set(TYPES) == set(FAMILIES)
+    # GTE as published has the tensors of GTE; test_published_rotary.py.
+    assert {*TYPES, "new"} == set(FAMILIES)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -126,7 +126,7 @@ def imported(folder: Path, kind: str) -> tuple[AnyTokenizer, PretrainedFolder]:
     model_type = KINDS[kind][0]
     shape = ModelConfig(1024, 8, 2, 1, 1, 8, architecture="encoder-decoder")
     if model_type in ENCODERS:
-        shape = ModelConfig(1024, 8, 2, 1, 0, 8, architecture="encoder-only", output_transform=True)
+        shape = ModelConfig(1024, 8, 2, 1, 0, 8, architecture="encoder-only")
     checkpoint = PretrainedFolder(folder)
     return TOKENIZERS[model_type](checkpoint, shape), checkpoint
 

@@ -1,0 +1,1 @@
+"""Encoder-only model types with parts of their own."""
