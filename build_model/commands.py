@@ -175,6 +175,11 @@ Examples:
     help="Setting to leave out though it may change answers; repeatable.",
 )
 @card_options
+@option(
+    "--score-tokens",
+    metavar="YES,NO",
+    help="Import a decoder as a reranker: the logit of one token, less another's, scores a pair.",
+)
 @option("--force", is_flag=True, help="Replace the checkpoint in --out.")
 @option("--quiet", is_flag=True, help="Do not print the summary of imported and omitted parts.")
 def import_(
@@ -182,6 +187,7 @@ def import_(
     out: Path,
     adapter: Path | None,
     ignore_setting: tuple[str, ...],
+    score_tokens: str | None,
     force: bool,
     quiet: bool,
     **card: str | None,
@@ -200,8 +206,9 @@ def import_(
             out,
             adapter=adapter,
             ignored=ignore_setting,
-            card=card,
+            scores=score_tokens.split(",") if score_tokens else (),
             force=force,
             say=told,
             show=show,
+            **card,
         )

@@ -122,7 +122,12 @@ class Inputs:
         return Row((text,), self._kept(self.tokenizer.encode_masked(text.split(MASK))))
 
     def pair(self, one: str, other: str) -> Row:
-        """Returns a pair of texts, never cut."""
+        """Returns a pair of texts, cut only where a template joins them."""
+        if self.head.template:
+            pieces = list(self.head.template)
+            for name, given in (("query", one), ("document", other)):
+                pieces[pieces.index(name, 1, -1)] = given
+            return Row((one, other), self._kept(self.tokenizer.encode("".join(pieces))))
         left, right = map(self.tokenizer.encode, (self.head.prompt(None) + one, other))
         ids = self.special.wrap([*left, *self.special.between, *right])
         return Row((one, other), tuple(ids))
@@ -164,8 +169,9 @@ class Inputs:
             asked = pairwise([*self.texts, self.texts[0]])
             return [row for each in asked for row in self.asked(*each)]
         prompt = "" if task == "tag" else self.head.prompt(None)
-        rows = [self.plain(text, prompt) for text in self.texts]
-        if task == "classify" and self.special.joins_pairs:
+        paired = task == "classify" and bool(self.head.template)
+        rows = [] if paired else [self.plain(text, prompt) for text in self.texts]
+        if paired or (task == "classify" and self.special.joins_pairs):
             pairs = (self.pair(*each) for each in pairwise([*self.texts, self.texts[0]]))
             rows += [pair for pair in pairs if len(pair.ids) <= self.most]
         return rows
@@ -175,6 +181,8 @@ class Inputs:
         masks = task == "fill-mask"
         made: Any = self.masked if masks else self.plain
         prompt = () if masks or task == "tag" else (self.head.prompt(None),)
+        if self.head.template:
+            made = lambda text, _: self.pair(text, text)  # noqa: E731
         joined = " ".join(islice(cycle(self.texts), self.most))
         words = joined.split()
         if task == "answer":

@@ -100,13 +100,19 @@ export function tag(engine, text, { aggregation = "none", longRows } = {}) {
 
 function headRecord(engine, row, longRows, answer) {
   const [text, pair] = Array.isArray(row) ? row : [row];
-  if (pair !== undefined && !engine.bundle.tokenizer.special.joinsPairs) {
+  const { template = [] } = engine.bundle.manifest.head;
+  if (template.length && pair === undefined) throw new UsageError("the bundle scores pairs of texts, found one");
+  if (!template.length && pair !== undefined && !engine.bundle.tokenizer.special.joinsPairs) {
     throw new UsageError("the bundle's tokenizer joins no pairs of texts; leave the second out");
   }
   const limits = headLimits(engine, longRows);
   const { prompts = {}, default_prompt: usual = "" } = engine.bundle.manifest.head;
   const read = usual && !isBlank(text) ? prompts[usual] + text : text;
-  const encode = pair === undefined ? encodeRow : (_, ...rest) => encodePair(read, pair, ...rest);
+  const encode = template.length
+    ? (_, ...rest) => encodeFilled(template, { query: text, document: pair }, ...rest)
+    : pair === undefined
+      ? encodeRow
+      : (_, ...rest) => encodePair(read, pair, ...rest);
   return answered(text, {}, async () => {
     const { ids, truncated } = encode(read, engine.bundle.tokenizer, limits);
     const { data } = await encodeIds(engine, ids, "head");
@@ -114,6 +120,13 @@ function headRecord(engine, row, longRows, answer) {
     const record = { source: text, ...answer(data) };
     return truncated ? { ...record, truncated } : record;
   });
+}
+
+/** Returns the ids of a pair in a template, with the names of both at odd places; see `encodeRow`. */
+function encodeFilled(template, texts, ...rest) {
+  Object.values(texts).forEach(requireText);
+  if (Object.values(texts).some(isBlank)) throw new RowError("empty", "there is no text to work on");
+  return encodeRow(template.map((each, place) => (place % 2 ? texts[each] : each)).join(""), ...rest);
 }
 
 /** Returns the ids of two texts joined as the tokenizer's template says; see `encodeRow`. */

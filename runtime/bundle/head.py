@@ -30,6 +30,8 @@ class HeadSettings:
         prompts: Texts that may be put before each text, by name.
         default_prompt: Name of the prompt that is used by default; may be empty.
         width: Numbers of a vector that are kept, the first of them; 0 keeps all.
+        template: Text of a pair, with the names query and document at odd places; empty where the
+            tokenizer joins pairs.
     """
 
     task: Literal["embed", "classify", "tag", "answer"]
@@ -40,6 +42,13 @@ class HeadSettings:
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str = ""
     width: Whole = 0
+    template: tuple[str, ...] = ()
+
+    def filled(self, query: str, document: str) -> str:
+        """Returns the text of a pair."""
+        texts = {"query": query, "document": document}
+        pieces = enumerate(self.template)
+        return "".join(texts.get(each, "") if place % 2 else each for place, each in pieces)
 
     def prompt(self, name: str | None) -> str:
         """Text to put before each text: the prompt of a name, by default `default_prompt`.

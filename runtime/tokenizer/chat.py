@@ -74,8 +74,12 @@ class ChatTemplate:
         """Returns all but the source, for tokenizer.json."""
         return {name: value for name, value in asdict(self).items() if name != "source"}
 
-    def render(self, messages: Sequence[Message]) -> Pieces:
+    def render(self, messages: Sequence[Message], *, answer: bool = True) -> Pieces:
         """Renders messages with role and content, and the beginning of the assistant's answer.
+
+        Args:
+            messages: At least one.
+            answer: Whether the answer begins.
 
         Raises:
             ChatError: A message lacks them, or the template refuses the messages or takes too long.
@@ -88,7 +92,7 @@ class ChatTemplate:
             "messages": plain,
             "tools": None,
             "documents": None,
-            "add_generation_prompt": True,
+            "add_generation_prompt": answer,
         }
         return self._pieces(*self._renderer.render(variables, self.named))
 

@@ -154,6 +154,7 @@ class PretrainedFolder:
         side: Side at which texts are cut where tokenizer_config.json names none; set by the
             tokenizer.
         padded: Tokens that the tokenizer puts after a text and that no head reads; set by it.
+        pairs: Whether the chat template joins pairs of texts; set by the importer.
         size: Ids of the vocabulary; set by the importer.
         lower: Whether texts are lower-cased before the tokenizer reads them; set by the importer.
     """
@@ -177,6 +178,7 @@ class PretrainedFolder:
         self.segments: list[int] = []
         self.side = "right"
         self.padded = 0
+        self.pairs = False
         self.size = MOST_SIZE
         self.lower = False
 

@@ -154,6 +154,7 @@ def scored(config: Settings) -> Classifier | None:
 
 # --- Classes --------------------------------------------------------------------------------------
 
+HEAD = NoPlace("language model head")
 # Purpose of a model class, by the end of its name.
 PURPOSES: Mapping[str, Literal["generate", "read", "classify", "tag"]] = {
     "ForCausalLM": "generate",
@@ -235,7 +236,7 @@ def as_reader(config: Settings, family: Family, shape: ModelConfig) -> tuple[Fam
             return place
         names = (place,) if isinstance(place, str) else place.ours
         if names[0] in ("output.weight", "output_bias"):
-            return NoPlace("language model head")
+            return HEAD
         if isinstance(place, str):
             return renamed(place)
         return dataclasses.replace(place, ours=tuple(map(renamed, names)))

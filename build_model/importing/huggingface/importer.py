@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from transferry.build_model import checkpoint, checkpoint_folder
@@ -36,6 +35,7 @@ from transferry.build_model.importing.huggingface.weights import (
 )
 from transferry.build_model.importing.imported import Imported, short
 from transferry.build_model.importing.toolkits.marian import read_marian
+from transferry.build_model.importing.toolkits.rerankers import joined_by, score_of, scored_by
 from transferry.build_model.importing.toolkits.sentence_transformers import (
     MODULES,
     SentenceModules,
@@ -63,7 +63,10 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def read_pretrained(
-    folder: Path, adapter_folder: Path | None = None, ignored: Collection[str] = ()
+    folder: Path,
+    adapter_folder: Path | None = None,
+    ignored: Collection[str] = (),
+    scores: Sequence[str] = (),
 ) -> Imported:
     """Reads a folder of transformers or Marian, without the values of its tensors.
 
@@ -71,6 +74,7 @@ def read_pretrained(
         folder: The folder.
         adapter_folder: Folder of an adapter that PEFT wrote, merged into the weights.
         ignored: Settings to leave out though they may change answers.
+        scores: Tokens whose logits score a pair, to import a decoder as a reranker.
 
     Raises:
         InputError: A file is missing or damaged, a setting is unsupported, or a tensor does not
@@ -87,10 +91,8 @@ def read_pretrained(
         require(not ignored, "--ignore-setting", f"left out for {folder}", ", ".join(ignored))
         return read_marian(folder)
     left = frozenset(ignored)
-    sentence = read_sentence_transformers(folder, left)
-    pretrained = PretrainedFolder(folder if sentence is None else sentence.transformer, left)
-    config = pretrained.config
-    kind = _model_type(config, sentence)
+    pretrained, sentence = _modules(folder, left, scores)
+    kind = _model_type(pretrained.config, sentence)
     family, shape, head = _shape(FAMILIES[kind], pretrained, sentence)
     pretrained.lower = sentence is not None and sentence.lower
     pretrained.size = shape.vocabulary_size
@@ -101,7 +103,7 @@ def read_pretrained(
         family, shape = _with_segments(family, shape, pretrained, tokenizer)
     tensors = pretrained.tensors()
     if sentence is not None:
-        head = _cut(sentence, head, pretrained, shape)
+        head = _joined(sentence, _cut(sentence, head, pretrained, shape), pretrained, tokenizer)
         tensors = sentence.tensors(tensors)
     notes: list[str] = []
     generation, left_out = dict[str, Any](), dict[str, Any]()
@@ -120,6 +122,32 @@ def read_pretrained(
     unused = _without_effect(folder, pretrained, sentence, shape, left)
     found = (kind, shape, weights, tokenizer, generation, left_out)
     return Imported(*found, notes, unused, head)
+
+
+def _modules(
+    folder: Path, left: frozenset[str], scores: Sequence[str]
+) -> tuple[PretrainedFolder, SentenceModules | None]:
+    """Opens a folder, and its modules if it is of sentence-transformers or becomes a reranker."""
+    sentence = read_sentence_transformers(folder, left)
+    pretrained = PretrainedFolder(folder if sentence is None else sentence.transformer, left)
+    if scores:
+        require(sentence is None, "--score-tokens", f"left out with {MODULES}", ",".join(scores))
+        sentence = scored_by(pretrained, scores)
+    pretrained.pairs = sentence is not None and bool(sentence.scores)
+    return pretrained, sentence
+
+
+def _joined(
+    sentence: SentenceModules,
+    head: HeadSettings,
+    pretrained: PretrainedFolder,
+    tokenizer: AnyTokenizer,
+) -> HeadSettings:
+    """Adds the template of a reranker's pairs, which holds its prompt."""
+    if not sentence.scores:
+        return head
+    template = joined_by(pretrained, tokenizer, sentence)
+    return replace(head, template=template, prompts={}, default_prompt="")
 
 
 def _model_type(config: Settings, sentence: SentenceModules | None) -> str:
@@ -146,6 +174,7 @@ def _shape(
     config = pretrained.config
     try:
         shape = family.shape(config, pretrained.names())
+        generator = shape
         alone, module = shape.architecture == "decoder-only", sentence is not None
         if alone and reads(config, family, module=module):
             family, shape = as_reader(config, family, shape)
@@ -154,6 +183,10 @@ def _shape(
             fields: Mapping[str, Any] = sentence.fields
             table: Table = sentence.table
             head = sentence.settings
+        elif sentence is not None and sentence.scores:
+            names, rank = pretrained.names(), sentence.settings.rank
+            found = score_of(config, family, generator, names, sentence.scores, rank)
+            family, (fields, table, head) = found[0], vars(found[1]).values()
         elif (classifier := family.classifier(config)) is not None:
             fields, table, head = classifier.fields, classifier.table, classifier.settings
         else:
@@ -313,10 +346,11 @@ def import_pretrained(
     *,
     adapter: Path | None = None,
     ignored: Collection[str] = (),
-    card: Mapping[str, str | None] = MappingProxyType({}),
+    scores: Sequence[str] = (),
     force: bool = False,
     say: Callable[[str], None] = lambda line: None,
     show: Callable[[str, int, int], None] = lambda *state: None,
+    **card: str | None,
 ) -> None:
     """Imports a model as a checkpoint, which export accepts like a trained one.
 
@@ -325,10 +359,11 @@ def import_pretrained(
         out: The checkpoint.
         adapter: Folder of an adapter that PEFT wrote, merged into the weights.
         ignored: As for `read_pretrained`; kept in settings.toml.
-        card: Fields of ModelCard in place of those that the folder states.
+        scores: Likewise.
         force: Replace an existing checkpoint.
         say: Receives the summary.
         show: See `Converted.write`.
+        card: Fields of ModelCard in place of those that the folder states.
 
     Raises:
         InputError: As `read_pretrained`; a tensor is not finite; or the disk is full.
@@ -336,7 +371,7 @@ def import_pretrained(
     """
     checkpoint_folder.check_folder(out, force=force)
     with staged_folder(out) as staged:  # before the long reading
-        imported = read_pretrained(folder, adapter, ignored)
+        imported = read_pretrained(folder, adapter, ignored, scores)
         imported = replace(imported, card=read_card(folder).stating(**card))
         parts = imported.generation, imported.head, imported.card
         checkpoint.save_config(staged, imported.config, None, *parts)
@@ -345,6 +380,7 @@ def import_pretrained(
             imported.weights.write(file, show)
         own: dict[str, Any] = {} if adapter is None else {"adapter": adapter}
         own |= {"ignore_setting": sorted(ignored)} if ignored else {}
+        own |= {"score_tokens": ",".join(scores)} if scores else {}
         checkpoint_folder.remember(staged, {"huggingface": folder} | own)
         checkpoint_folder.check_folder(out, force=force)  # again, since the weights took their time
         replace_folder(staged, out)

@@ -156,7 +156,7 @@ NEUTRAL: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     },
     READING: {
         "query_expansion": (None,),
-        "module_output_name": ("token_embeddings", "scores"),
+        "module_output_name": ("token_embeddings", "scores", "causal_logits"),
         "modality_config": (
             {"text": {"method": "forward", "method_output_name": "last_hidden_state"}},
             {"text": {"method": "forward", "method_output_name": "logits"}},

@@ -43,6 +43,7 @@ FORMULAS = {
     "positions": "positions",
     "padding_position": "positions",
     "output_bias": "output bias (zeros)",
+    "head.layers.1.linear.weight": "difference of two logits",
 }
 
 

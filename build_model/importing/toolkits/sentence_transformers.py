@@ -72,6 +72,9 @@ class SentenceModules:
         dense: Tensors of the Dense modules, in order.
         settings: How texts are read; `longest` as the folder says, if it does.
         lower: Whether texts are lower-cased before the tokenizer reads them.
+        scores: Ids of the tokens whose logits score a pair, of a reranker.
+        structured: Whether its chat template reads lists of parts; None where no file tells.
+        answer: Whether its chat template begins the answer.
         files: All settings that were read, with their keys in `settings_table`.
     """
 
@@ -80,6 +83,9 @@ class SentenceModules:
     dense: list[Tensors]
     settings: HeadSettings
     lower: bool
+    scores: tuple[int, ...] = ()
+    structured: bool | None = None
+    answer: bool = False
     files: list[tuple[str, Settings]] = field(default_factory=list)
 
     @property
@@ -147,6 +153,8 @@ def read_sentence_transformers(
     texts = Settings.read(folder / SENTENCE, required=False, ignored=ignored)
     if texts.values.get("model_type") == "CrossEncoder" and kinds == ["Transformer"]:
         return _cross_encoder(modules[0][1], texts, ignored)
+    if kinds == ["Transformer", "LogitScore"]:
+        return _reranker(modules[0][1], modules[1][1], texts, ignored)
     layers = kinds[2:-1] if kinds[-1:] == ["Normalize"] else kinds[2:]
     if kinds[:2] != ["Transformer", "Pooling"] or set(layers) - {"Dense"}:
         raise InputError(
@@ -182,7 +190,7 @@ def read_sentence_transformers(
         "head_biases": tuple(biases),
     }
     head, lower = _settings(texts, _longest(reading)), reading.flag("do_lower_case", False)
-    return SentenceModules(modules[0][1], fields, dense, head, lower, files)
+    return SentenceModules(modules[0][1], fields, dense, head, lower, files=files)
 
 
 def _cross_encoder(transformer: Path, texts: Settings, ignored: frozenset[str]) -> SentenceModules:
@@ -192,15 +200,46 @@ def _cross_encoder(transformer: Path, texts: Settings, ignored: frozenset[str]) 
     rank = texts.choice("activation_fn", RANKS, next(iter(RANKS)))
     head = replace(_settings(texts, longest), task="classify", rank=rank)
     files = [(SENTENCE, texts), (READING, reading)]
-    return SentenceModules(transformer, {}, [], head, lower, files)
+    return SentenceModules(transformer, {}, [], head, lower, files=files)
 
 
-def _reading(folder: Path, task: str, ignored: frozenset[str]) -> Settings:
+def _reranker(
+    transformer: Path, score: Path, texts: Settings, ignored: frozenset[str]
+) -> SentenceModules:
+    """Reads a causal language model whose logits of one or two tokens score a pair."""
+    texts.only("model_type", "CrossEncoder")
+    reading = _reading(transformer, "text-generation", ignored, chats=True)
+    scoring = Settings.read(score / CONFIG, ignored=ignored)
+    scoring.only("module_input_name", "causal_logits")
+    tokens: tuple[int, ...] = (scoring.whole("true_token_id"),)
+    if scoring.get("false_token_id") is not None:
+        tokens += (scoring.whole("false_token_id"),)
+    modes, named = reading.get("modality_config", {}), reading.get("processing_kwargs", {})
+    message = modes.get("message") if isinstance(modes, dict) else None
+    if message is None or not isinstance(message, dict):
+        reading.refuse("modality_config", modes, "message, for pairs in a chat template")
+    chat = named.get("chat_template", {}) if isinstance(named, dict) else named
+    answer = chat.get("add_generation_prompt", False) if isinstance(chat, dict) else chat
+    if named not in ({}, {"chat_template": chat}) or type(answer) is not bool:
+        reading.refuse("processing_kwargs", named, "add_generation_prompt of chat_template")
+    longest, lower = _longest(reading), reading.flag("do_lower_case", False)
+    rank = texts.choice("activation_fn", RANKS, next(iter(RANKS)))
+    head = replace(_settings(texts, longest), task="classify", rank=rank)
+    kinds = {"structured": True, "flat": False}
+    return SentenceModules(
+        *(transformer, {}, [], head, lower, tokens),
+        structured=kinds.get(str(dict(message or {}).get("format"))),
+        answer=answer,
+        files=[(SENTENCE, texts), (READING, reading), (MODULE, scoring)],
+    )
+
+
+def _reading(folder: Path, task: str, ignored: frozenset[str], *, chats: bool = False) -> Settings:
     """Returns how the Transformer reads texts."""
     found = [folder / name for name in TRANSFORMER if (folder / name).exists()]
     path = found[0] if found else folder / READING
     reading = Settings.read(path, required=False, ignored=ignored)
-    for name in ("tokenizer_args", "processor_kwargs", "processing_kwargs"):
+    for name in ("tokenizer_args", "processor_kwargs", *["processing_kwargs"] * (not chats)):
         reading.only(name, {})
     reading.only("transformer_task", task)
     return reading

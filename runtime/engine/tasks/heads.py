@@ -202,7 +202,10 @@ class PairCall(EncoderCall):
             (prompt + one if isinstance(one, str) and one.strip() else one, two)
             for one, two in pairs
         ]
-        encoded = encode_pairs(self.preprocessor, prompted, self.long_rows)
+        if self.head.template:
+            encoded = encode_filled(self.preprocessor, self.head, pairs, self.long_rows)
+        else:
+            encoded = encode_pairs(self.preprocessor, prompted, self.long_rows)
         texts = [first if isinstance(first, str) else "" for first, _ in pairs]
         return [
             WorkItem(PairRow(**vars(row) | {"text": text}, pair=second), len(row.ids))
@@ -244,6 +247,26 @@ def encode_pairs(
         alone if second is None else _joined(preprocessor, (first, second), found, long_rows)
         for alone, (first, second), found in zip(firsts, pairs, both, strict=True)
     ]
+
+
+def encode_filled(
+    preprocessor: Preprocessor, head: HeadSettings, pairs: Sequence[Pair], long_rows: LongRows
+) -> list[EncodedRow]:
+    """Encodes pairs as the texts that the head's template makes of them.
+
+    Raises UsageError for a single text.
+    """
+    texts: list[str | RowError] = []
+    for first, second in pairs:
+        if second is None:
+            raise UsageError(
+                "the bundle scores pairs of texts, found one; name the second's column with --pair"
+            )
+        wrong = next((each for each in (first, second) if isinstance(each, RowError)), None)
+        if wrong is None and not (str(first).strip() and str(second).strip()):
+            wrong = RowError("empty", "there is no text to work on")
+        texts.append(head.filled(str(first), str(second)) if wrong is None else wrong)
+    return preprocessor.encode(texts, long_rows)
 
 
 def _joined(

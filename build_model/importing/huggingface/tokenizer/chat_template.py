@@ -61,7 +61,6 @@ def chat_template(pretrained: PretrainedFolder, found: FastTokenizer) -> ChatTem
             f"chat template left out: it builds {lost} from parts, so a message could too"
         )
         return None
-    pretrained.notes.append("chat template kept for --chat and --messages")
     return template
 
 

@@ -243,7 +243,10 @@ def decoder_tokenizer(pretrained: PretrainedFolder, config: ModelConfig) -> AnyT
     # Labels of tokens need their places in the text, which tiktoken does not tell.
     if not config.head_widths or config.pooling:
         tokenizer = _as_ranks(found, tokenizer) or tokenizer
-    tokenizer.chat = chat_template(pretrained, found)
+    if config.decoder_layers or pretrained.pairs:
+        tokenizer.chat = chat_template(pretrained, found)
+    if config.decoder_layers and tokenizer.chat is not None:
+        pretrained.notes.append("chat template kept for --chat and --messages")
     return tokenizer
 
 
