@@ -172,7 +172,7 @@ def inspect(
         record["certificates"] = [dict(zip(CERTIFICATE, row, strict=True)) for row in rows]
         show(json.dumps(record, indent=1))
         return
-    show(bundle.manifest.to_text() if graphs else bundle.manifest.summary())
+    show(bundle.manifest.to_text() if graphs else bundle.manifest.summary(bundle.extras))
     show("" if rows else "\nno certificate; see verify --certify")
     for date, against, cell, count, signature, worth in rows:
         told = f"{date} against {against}, {count} rows, {signature}: {worth}"

@@ -27,6 +27,7 @@ from transferry.runtime.io.folders import found_at
 from transferry.runtime.io.sealed_folder import SealedFolder
 from transferry.runtime.io.whole import read_bytes
 from transferry.runtime.tokenizer.byte_pair import AnyTokenizer, load_tokenizer
+from transferry.runtime.tokenizer.chat import TEMPLATE_FILE
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,13 @@ class Bundle:
     def embeds(self) -> bool:
         """Whether the model has a head that makes vectors of texts."""
         return self.manifest.head is not None and self.manifest.head.task == "embed"
+
+    @property
+    def extras(self) -> dict[str, str]:
+        """Extras of the package that the bundle needs, and the tasks that need them."""
+        library = getattr(self.tokenizer, "library", None)
+        chat = {"chat": "chats"} if TEMPLATE_FILE in self.manifest.files else {}
+        return ({library: "its tokenizer"} if library else {}) | chat
 
     @cached_property
     def sha256(self) -> str:

@@ -14,7 +14,7 @@ from transferry.runtime.bundle.card import UNKNOWN, ModelCard, joined
 from transferry.runtime.bundle.head import HeadSettings
 from transferry.runtime.bundle.specs import ANSWERS, ONE_GRAPH, Architecture, TensorSpec, Variant
 from transferry.runtime.decoding.generation_options import generation_options, options_of_json
-from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.errors import InputError, UsageError, install_command
 from transferry.runtime.io.documents import checked, parse_document
 from transferry.runtime.io.sealed_folder import FileRecord, Name, RelativePath
 from transferry.runtime.tables import facts, table
@@ -63,8 +63,8 @@ class Manifest:
             del record["card"]
         return json.dumps(record, indent=1, ensure_ascii=False) + "\n"
 
-    def summary(self) -> str:
-        """Returns the most wanted facts, in a few lines."""
+    def summary(self, extras: Mapping[str, str]) -> str:
+        """Returns the most wanted facts, in a few lines; `extras` are those of the bundle."""
         model, size = self.model, sum(entry.size for entry in self.files.values())
         stacks = {name: model.get(f"{name}_layers", 0) for name in ("encoder", "decoder")}
         layers = ", ".join(f"{count} {name} layers" for name, count in stacks.items() if count)
@@ -78,6 +78,9 @@ class Manifest:
             ("files", f"{len(self.files)}, {size / 1e6:,.1f} MB, as the manifest has them"),
             ("generation", _named(self.generation) or "greedy"),
         ]
+        if extras:
+            needs = ", ".join(f"{name} for {user}" for name, user in extras.items())
+            rows.append(("extras", f"{needs}: {install_command(','.join(extras))}"))
         variants = [
             (variant.name, variant.precision, ", ".join(variant.providers), len(variant.graphs))
             for variant in self.variants.values()

@@ -200,6 +200,13 @@ class TestVerifyInspectDoctor:
         assert report["comparisons"]
         assert [search["search"] for search in report["decisions"]] == ["greedy", "beam 4"]
 
+    def test_inspect_names_the_extras_that_a_bundle_needs(
+        self, bundle_folder: Path, chat_bundle_folder: Path
+    ) -> None:
+        assert "extras" not in call("inspect", bundle_folder).stdout
+        shown = call("inspect", chat_bundle_folder).stdout
+        assert re.search(r"^extras +chat for chats: pip install ", shown, re.M)
+
     def test_inspect(self, bundle_folder: Path) -> None:
         shown, whole = call("inspect", bundle_folder), call("inspect", bundle_folder, "--graphs")
         assert shown.exit_code == whole.exit_code == 0
