@@ -10,7 +10,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from transferry.build_model.allocator import freed_memory_kept
+from transferry.build_model.allocator import freed_memory_kept, rarely_collected
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.export.blame.cross_check import cross_checks
 from transferry.export.blame.localise import localise
@@ -121,7 +121,7 @@ def verify_against(
         )
     # The oracles' float64 is mapped and zeroed page by page, a third of the time of long cases.
     small = parameters(checkpoint.model) < SMALL
-    with freed_memory_kept() if small else nullcontext():
+    with rarely_collected(), freed_memory_kept() if small else nullcontext():
         return _verified(checkpoint, bundle, model, request, traces or Traces(), done)
 
 
