@@ -21,7 +21,7 @@ from transferry.runtime.decoding.decoder import StepOutput, Tensors, longer
 Ids = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 Floats = NDArray[np.floating[Any]]
-KEPT_TOKENS = 512  # of a source whose state is kept
+KEPT_STATE = 1 << 20  # entries of the keys of a source whose state is kept
 MOVES = 8  # of hidden states, to learn how far rounding moves a head
 
 
@@ -68,7 +68,9 @@ class TorchDecoder:
         with self._arithmetic:
             state = self._start(source, mask)
         # One text is searched in several ways. The state of a large model would take memory.
-        kept = source.size <= KEPT_TOKENS and self.model.mapped is None
+        config = self.model.config
+        size = source.size * config.kv_heads * config.d_head * config.decoder_layers
+        kept = size <= KEPT_STATE and self.model.mapped is None
         self._begun = (key, state) if kept else None
         return state
 

@@ -45,8 +45,7 @@ def numbers(subject: Subject[Any], oracle: Oracle, cases: Iterable[Case]) -> lis
 def _compared(
     subject: Subject[Any], oracle: Oracle, case: Case, so_far: Findings
 ) -> Iterator[Findings]:
-    sides = oracle.truth(case), observe(subject.model, case)
-    found = compare(case, *sides, oracle.tolerance, subject.tensors)
+    found = oracle.compared(case, observe(subject.model, case), subject.tensors)
     failing = [case] if any(item.fault for item in found) else []
     found += self_consistency(subject.model, case)
     yield Findings(comparisons=found, failing=failing, steps=1)

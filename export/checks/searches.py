@@ -123,7 +123,10 @@ class Search:
         given = self.answers()
         more: dict[str, Any] = {"prefixes": self.prefixes, "rows": self.rows}
         for batch in oracle.expected(self.sources, self.options, **more):
-            tally.add(batch, [given[row] for row in batch.rows], explain, scored)
+            found = [given[row] for row in batch.rows]
+            if self.options.scores:
+                batch = oracle.scored(batch, found, self.options)
+            tally.add(batch, found, explain, scored)
             yield len(batch.rows)
 
     def check(

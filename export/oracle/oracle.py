@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -23,7 +23,17 @@ from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.decoding.hypothesis import Hypothesis, length_normalised
 from transferry.runtime.decoding.search import search
 from transferry.runtime.precision import FLOAT32, Precision
-from transferry.runtime.proof.compare import Case, Tolerance, Truth, observe, truth
+from transferry.runtime.proof.compare import (
+    NEAR,
+    Case,
+    Comparison,
+    Tolerance,
+    Truth,
+    compare,
+    nearby,
+    observe,
+    truth,
+)
 from transferry.runtime.proof.divergence import Explainer, RankErrors, forced
 from transferry.runtime.proof.recorded import RecordedSearch, Reference
 from transferry.runtime.proof.rules import Rules
@@ -68,6 +78,7 @@ class Oracle:
         field(default_factory=dict, repr=False)
     )
     _truths: dict[int, tuple[Case, Truth]] = field(default_factory=dict, repr=False)
+    _nearby: dict[int, tuple[Case, Truth]] = field(default_factory=dict, repr=False)
     _expected: dict[Any, list[ExpectedAnswers]] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -92,7 +103,7 @@ class Oracle:
 
     def remembering(self) -> Oracle:
         """Returns the same oracle, which computes the truth of each case once."""
-        return replace(self, remembers=True, _truths={})
+        return replace(self, remembers=True, _truths={}, _nearby={})
 
     def observe(self, case: Case) -> list[Tensors]:
         """Runs a case: tensors of `exact`, of `reference` and of `others`."""
@@ -109,6 +120,35 @@ class Oracle:
         if self.remembers:
             self._truths[id(case)] = case, found
         return found
+
+    @property
+    def doubts(self) -> bool:
+        """Whether torch in float32 can tell that the oracle is not needed; see `nearby`."""
+        return not self.rounds and self.tolerance.factor == Tolerance.factor
+
+    def compared(
+        self, case: Case, found: Tensors, only: Collection[str] | None = None
+    ) -> list[Comparison]:
+        """Compares every tensor of a case, or only some.
+
+        With torch in float32 first; float64 takes twice its time, and measures what is not near.
+        Cases of one row are measured in any case, for torch's own error.
+        """
+        if self.doubts and len(case.source) > 1 and not self.config.has_head:
+            near = self._near(case)
+            items = compare(case, near, found, replace(self.tolerance, factor=NEAR), only)
+            if not any(item.fault for item in items):
+                return items
+        return compare(case, self.truth(case), found, self.tolerance, only)
+
+    def _near(self, case: Case) -> Truth:
+        if id(case) in self._nearby:
+            return self._nearby[id(case)][1]
+        decodes = bool(self.config.decoder_layers)
+        near = nearby(case, observe(self.reference if decodes else self.reference.encoder, case))
+        if self.remembers:
+            self._nearby[id(case)] = case, near
+        return near
 
     def judged(self, case: Case, sides: Sequence[Tensors], least: float = 0.0) -> Truth:
         """Returns the expected tensors of a case, given those of `sides`."""
@@ -145,11 +185,11 @@ class Oracle:
         prefixes: Sequence[Sequence[int]] | None = None,
         rows: int | None = None,
     ) -> Iterator[ExpectedAnswers]:
-        """Yields the reference's answers, a batch at a time.
+        """Yields the reference's answers without the oracle's scores, a batch at a time.
 
         Args:
             sources: Token ids of each source.
-            options: How to search; the oracle scores the answers if these ask for scores.
+            options: How to search.
             prefixes: Beginnings of each source's answer.
             rows: Most rows of a batch. Default: `Oracle.rows` hypotheses.
         """
@@ -164,8 +204,7 @@ class Oracle:
             begun = prefixes and [prefixes[row] for row in batch]
             asked = self.reference, chosen, replace(options, scores=True), self.special
             wanted = search(*asked, row_ids=batch, prefixes=begun)
-            scores = self.scores(chosen, wanted, options) if options.scores else []
-            answers = ExpectedAnswers(batch, chosen, wanted, scores)
+            answers = ExpectedAnswers(batch, chosen, wanted)
             kept.append(answers)
             yield answers
         self._expected[key] = kept
@@ -243,6 +282,46 @@ class Oracle:
 
         return [[score(key) for key in row] for row in keys]
 
+    def scored(
+        self,
+        expected: ExpectedAnswers,
+        found: Sequence[Sequence[Sequence[Hypothesis]]],
+        options: GenerationOptions,
+    ) -> ExpectedAnswers:
+        """Returns expected answers with the oracle's scores, or torch's near those that are found.
+
+        A score near torch's in float32 is within its limit, which is 8 times the least error of all
+        its tokens at least; their units are larger than the token's own part of the score.
+
+        Args:
+            expected: Answers of torch.
+            found: The hypotheses of each source, once for each time that it was answered.
+            options: How they were searched.
+        """
+        # Rules change scores, and not the units.
+        sharp = self.doubts and not options.reranks
+        least = NEAR * self.tolerance.floor if sharp else -1.0
+        near = [
+            [
+                _near(item, chain(*(time[place : place + 1] for time in times)), least)
+                for place, item in enumerate(hypotheses)
+            ]
+            for hypotheses, times in zip(expected.hypotheses, found, strict=True)
+        ]
+        doubted = [
+            [item for item, known in zip(*row, strict=True) if not known]
+            for row in zip(expected.hypotheses, near, strict=True)
+        ]
+        exact = map(iter, self.scores(expected.sources, doubted, options))
+        scores = [
+            [
+                ExactScore(item.score, np.inf) if known else next(rest)
+                for item, known in zip(hypotheses, row, strict=True)
+            ]
+            for hypotheses, row, rest in zip(expected.hypotheses, near, exact, strict=True)
+        ]
+        return replace(expected, scores=scores)
+
     def record(
         self,
         sources: Sequence[Sequence[int]],
@@ -262,3 +341,8 @@ class Oracle:
             ends = [[hypothesis.end for hypothesis in row] for row in answers]
             searches.append(RecordedSearch(name, settings, tokens, scores, owns, ends))
         return Reference([(case, self.truth(case)) for case in cases], sources, searches)
+
+
+def _near(item: Hypothesis, found: Iterable[Hypothesis], least: float) -> bool:
+    """Whether all scores are near a hypothesis', in parts of the score; NaN is near nothing."""
+    return all(abs(each.score - item.score) <= least * abs(item.score) for each in found)

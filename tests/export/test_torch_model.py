@@ -66,7 +66,7 @@ def test_the_same_source_is_read_once(
     shorter = case.mask.copy()
     shorter[0, -1] = not shorter[0, -1]
     assert oracle.start(case.source, shorter) is not state
-    monkeypatch.setattr(torch_model, "KEPT_TOKENS", case.source.size - 1)
+    monkeypatch.setattr(torch_model, "KEPT_STATE", case.source.size)
     long = oracle.start(case.source, case.mask)
     assert oracle.start(case.source, case.mask) is not long
 

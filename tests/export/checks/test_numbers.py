@@ -1,5 +1,6 @@
 """Every position is compared one token a step and every size of a batch; a wrong one is named."""
 
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -7,12 +8,15 @@ import pytest
 
 from transferry.export.checks.check import Findings, prove
 from transferry.export.checks.numbers import BLOCK, batch_sizes, positions
+from transferry.export.oracle.cases import random_case
 from transferry.export.oracle.oracle import Oracle
 from transferry.export.subject.subject import OpenedModel
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.decoding.decoder import StepOutput
+from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.ort.portable_decoder import PortableDecoder
 from transferry.runtime.ort.session import SessionOptions
+from transferry.runtime.proof.compare import Case, Truth, observe
 
 
 def walked(oracle: Oracle, decoder: PortableDecoder) -> Findings:
@@ -68,3 +72,47 @@ def test_one_wrong_size_of_a_batch_is_named(oracle: Oracle, bundle: Bundle, size
     assert wrong_tensors == (["logits"] if size else [])
     assert [case.name for case in found.failing] == ([f"batch of {size}"] if size else [])
     assert [len(case.source) for case in found.failing] == ([size] if size else [])
+
+
+def test_only_what_is_not_near_torch_is_measured_in_float64(oracle: Oracle) -> None:
+    case = random_case(oracle.config, 3, 5, 2, seed=7)
+    honest = observe(oracle.reference, case)
+    asked: list[Case] = []
+
+    class Watched(Oracle):
+        def truth(self, case: Case) -> Truth:
+            asked.append(case)
+            return super().truth(case)
+
+    watched = Watched(**{each.name: getattr(oracle, each.name) for each in fields(oracle)})
+    assert not any(item.fault for item in watched.compared(case, honest))
+    assert not asked
+    for error, fault in ((1e-5, True), (np.nan, True), (0.0, False)):
+        cross = honest["cross.0.keys"].copy()
+        cross[1, 0, 0, 0] += error * np.abs(cross).max()
+        found = watched.compared(case, {**honest, "cross.0.keys": cross})
+        assert [item.tensor for item in found if item.fault] == ["cross.0.keys"] * fault
+    assert asked == [case] * 2
+    alone = random_case(oracle.config, 1, 5, 2, seed=7)
+    watched.compared(alone, observe(oracle.reference, alone))
+    assert asked[2:] == [alone]  # for torch's own error
+
+
+def test_only_scores_not_near_torch_are_measured_in_float64(
+    oracle: Oracle, sources: list[list[int]]
+) -> None:
+    options = GenerationOptions(beam=2, n_best=2, max_length=6)
+    (expected,) = oracle.expected(sources[:3], options)
+    near = [[row] for row in expected.hypotheses]
+    scores = oracle.scored(expected, near, options).scores
+    assert all(score.own == np.inf for row in scores for score in row)
+    wrong = replace(expected.hypotheses[1][1], score=expected.hypotheses[1][1].score * (1 + 1e-5))
+    missing = replace(wrong, score=np.nan)
+    for given in (wrong, missing):
+        # The second time that the source was answered.
+        found = [near[0], [near[1][0], [near[1][0][0], given]], near[2]]
+        scores = oracle.scored(expected, found, options).scores
+        measured = [score.own < 1e-5 for row in scores for score in row]
+        assert measured == [False, False, False, True, False, False]
+    ruled = oracle.scored(expected, near, replace(options, repetition_penalty=1.1))
+    assert ruled.scores[0][0].own < 1e-5
