@@ -41,7 +41,10 @@ def sizes(config: ModelConfig, *, seed: int = 0) -> Iterator[Case]:
             pasts = {0, min(1, room - 1), room - 1} if config.decoder_layers else {0}
             for past in sorted(pasts):
                 if batch < 7 or past < 2 or source == 13:
-                    yield random_case(config, batch, source, past, seed=seed + number)
+                    case = random_case(config, batch, source, past, seed=seed + number)
+                    if source > 1:  # special ids are tokens like others: the mask tells padding
+                        case.source[0, [0, -1]] = 0, config.source_vocabulary - 1
+                    yield case
 
 
 def lengths(

@@ -291,7 +291,8 @@ class Oracle:
         """Returns expected answers with the oracle's scores, or torch's near those that are found.
 
         A score near torch's in float32 is within its limit, which is 8 times the least error of all
-        its tokens at least; their units are larger than the token's own part of the score.
+        its tokens at least; their units are larger than the token's own part of the score. Those of
+        the first source are measured in any case, for torch's own error.
 
         Args:
             expected: Answers of torch.
@@ -308,6 +309,7 @@ class Oracle:
             ]
             for hypotheses, times in zip(expected.hypotheses, found, strict=True)
         ]
+        near[0] = [False] * len(near[0])
         doubted = [
             [item for item, known in zip(*row, strict=True) if not known]
             for row in zip(expected.hypotheses, near, strict=True)

@@ -23,7 +23,7 @@ from transferry.runtime.proof.units import INT8_STEP, LEAST, Units, by_position,
 # unforeseen: where an error grows before it is rounded.
 FORESEEN = 4
 
-# Of the least error, so many times is near; 7 would do but for units measured in float32.
+# Least errors up to which a tensor is near torch's; 7 would do but for units from float32.
 NEAR = 6.0
 
 ErrorT = TypeVar("ErrorT", float, NDArray[np.float64])
@@ -240,7 +240,7 @@ def truth(
 def nearby(case: Case, reference: Tensors) -> Truth:
     """Returns torch's tensors in float32 as expected ones, with the least error that it can have.
 
-    What is within `NEAR` times that of torch passes beside the oracle too: torch's own error is an
+    An entry within `NEAR` times that error passes beside the oracle too: torch's own error is an
     eighth of the budget at most, and no budget is less than 8 times the least error.
     """
     found = Truth(reference, {})

@@ -79,7 +79,9 @@ def test_sweep_has_every_combination(checkpoint: Checkpoint) -> None:
     assert [size(case) for case in cases] == combinations((1, 2, 13, most), (0, 1, most - 1))
     assert len(cases) == 33
     assert len({case.name for case in cases}) == len(cases)
-    assert len({case.source.tobytes() for case in cases}) == len(cases)
+    # torch encodes a source once for all lengths of the past.
+    assert len({case.source.tobytes() for case in cases}) == 12
+    assert len({case.target.tobytes() for case in cases}) == len(cases)
     again = list(sizes(config))[-1]
     assert again.target.tobytes() == cases[-1].target.tobytes(), "cases follow from the seed"
     for case in cases:
