@@ -68,7 +68,7 @@ def test_the_engine_answers_as_generate_does(
     engine = Engine.load(tmp_path / "bundle")
     assert list(engine.bundle.manifest.variants) == [variant]
     # Trained on documents, not on sentences: their texts are not split into lines.
-    documents = kind in ("bart", "pegasus", "t5", "mt5")
+    documents = kind in ("bart", "pegasus", "t5", "mt5", "umt5")
     assert engine.default_options().split_lines is (False if documents else None)
     for beam in (1, 3):
         wanted = []

@@ -201,14 +201,14 @@ M2M: Table = {
 
 
 def _t5_shape(config: Settings, names: set[str]) -> ModelConfig:
-    """T5 (Raffel et al. 2020), so T5 1.1, Flan-T5 and mT5."""
+    """T5 (Raffel et al. 2020), so T5 1.1, Flan-T5, mT5 and UMT5."""
     activations = ACTIVATIONS | {f"gated-{name}": unit for name, unit in GATES.items()}
     # The first of these means the tanh form, whatever it says.
     activations["gated-gelu"] = "geglu-tanh"
     general = {"num_attention_heads": "num_heads", "hidden_size": "d_model"}
     renamed(config, **general, num_hidden_layers="num_layers", head_dim="d_kv")
-    multilingual = config.get("model_type") == "mt5"
-    default = "gated-gelu" if multilingual else "relu"
+    kind = config.get("model_type")
+    default = "relu" if kind == "t5" else "gated-gelu"
     fields = sizes(config, d_model="d_model", heads="num_heads", d_ff="d_ff")
     width, layers = config.whole("d_kv", 64), config.whole("num_layers")
     activation = config.choice("feed_forward_proj", activations, default)
@@ -223,7 +223,7 @@ def _t5_shape(config: Settings, names: set[str]) -> ModelConfig:
         config.refuse(name, distance, f"more than half of the {buckets} buckets")
     # T5 1.1 does not scale its output, as the file's tie_word_embeddings says; mT5 never does.
     scaled = config.flag("tie_word_embeddings", True)
-    scaled = config.flag("scale_decoder_outputs", scaled) and not multilingual
+    scaled = config.flag("scale_decoder_outputs", scaled) and kind != "mt5"
     return ModelConfig(
         **fields,
         head_width=0 if width * fields["heads"] == fields["d_model"] else width,
@@ -241,6 +241,7 @@ def _t5_shape(config: Settings, names: set[str]) -> ModelConfig:
         attention_divisor=1.0,
         relative_buckets=buckets,
         relative_distance=distance,
+        relative_by_layer=kind == "umt5",
         scale_output=scaled,
     )
 
@@ -285,6 +286,17 @@ T5: Table = {
 }
 
 
+UMT5: Table = {
+    **T5,
+    **{
+        f"{stack}.block.#.layer.0.SelfAttention.relative_attention_bias.weight": (
+            f"{stack}_distance.#.weight"
+        )
+        for stack in ("encoder", "decoder")
+    },
+}
+
+
 def _no_bias(config: ModelConfig) -> dict[str, Tensor]:
     """The bias of the output, which a file may lack and which is 0 then."""
     return {"output_bias": torch.zeros(config.vocabulary_size)}
@@ -304,4 +316,5 @@ FAMILIES = {
     "m2m_100": Family("M2M-100, NLLB-200", _m2m_shape, M2M, ("model.",), m2m_positions),
     "t5": Family("T5, T5 1.1, Flan-T5", _t5_shape, T5, (), reads_lines=True),
     "mt5": Family("mT5", _t5_shape, T5, (), reads_lines=True),
+    "umt5": Family("UMT5", _t5_shape, UMT5, (), reads_lines=True),
 }

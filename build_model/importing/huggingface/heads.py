@@ -125,8 +125,18 @@ def classifier(
     return read
 
 
+# Heads that no task serves.
+OTHER_HEADS = ("ForNextSentencePrediction", "ForMultipleChoice")
+OTHERS = (
+    "…ForMaskedLM, …ForSequenceClassification, …ForTokenClassification, …ForQuestionAnswering; for "
+    "the encoder alone, save AutoModel.from_pretrained(folder)"
+)
+
+
 def task_of(config: Settings) -> Literal["classify", "tag", "answer"] | None:
     """Returns the task of the model class that config.json names; None for another class."""
+    if _class(config).endswith(OTHER_HEADS):
+        config.refuse("architectures", _class(config), OTHERS)
     if _class(config).endswith("ForQuestionAnswering"):
         return "answer"
     purpose = PURPOSES.get(_end(_class(config)))

@@ -22,16 +22,19 @@ class DistancesConfig(TransformerConfig):
         relative_buckets: Buckets of distances; the number of a bucket and head is added to the
             scores (Raffel et al. 2020, section 2.1). 0 disables them.
         relative_distance: The distance from which all share the last bucket.
+        relative_by_layer: Each layer has biases of its own, as in UMT5.
         scale_output: Divide the decoder's output by sqrt(d_model), as in T5.
     """
 
     relative_buckets: SizeOrNone = 0
     relative_distance: Size = 128
+    relative_by_layer: bool = False
     scale_output: bool = False
 
     def parts(self) -> tuple[type[Any], ...]:
         """See `TransformerConfig.parts`."""
-        distances = (Distances,) if self.relative_buckets else ()
+        kind = DistancesByLayer if self.relative_by_layer else Distances
+        distances = (kind,) if self.relative_buckets else ()
         return (*super().parts(), *distances, *((ScaledOutput,) if self.scale_output else ()))
 
     @property
@@ -72,6 +75,41 @@ class Distances(Transformer):
         relative = self.get_submodule(f"{stack}_distance")
         bias = bias + relative(-distance)
         return super().biases(stack, bias, positions, columns, queries)
+
+
+class DistancesByLayer(Transformer):
+    """A Transformer whose layers add numbers of their own (Chung et al. 2023, UniMax)."""
+
+    config: DistancesConfig
+
+    def build(self) -> None:
+        """See `Transformer.build`."""
+        super().build()
+        config = self.config
+        self.encoder_distance = nn.ModuleList(
+            RelativeBias(config.encoder_config(), both_ways=True)
+            for _ in range(config.encoder_layers)
+        )
+        self.decoder_distance = nn.ModuleList(
+            RelativeBias(config, both_ways=False) for _ in range(config.decoder_layers)
+        )
+
+    def biases(
+        self,
+        stack: Stack,
+        bias: Tensor,
+        positions: Tensor,
+        columns: Tensor,
+        queries: Tensor | None = None,
+    ) -> list[Tensor]:
+        """See `Transformer.biases`."""
+        distance = columns[..., None, :] - positions[..., :, None]
+        found = super().biases(stack, bias, positions, columns, queries)
+        layers = self.get_submodule(f"{stack}_distance")
+        return [
+            each + relative(distance)
+            for each, relative in zip(found, layers, strict=True)  # type: ignore[call-overload]
+        ]
 
 
 class ScaledOutput(Transformer):

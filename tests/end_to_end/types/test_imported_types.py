@@ -45,7 +45,7 @@ RUN = tuple(TYPES) if os.environ.get("FUZZ") == "long" else ("roberta", "qwen2")
 LONGEST, NEW = 20, 6  # tokens of a text, and of an answer
 CLASSES = {
     **dict.fromkeys((*WITH_SEGMENTS, "distilbert"), "BERT"),
-    **dict.fromkeys(("t5", "mt5"), "T5"),
+    **dict.fromkeys(("t5", "mt5", "umt5"), "T5"),
     "mpnet": "MPNet",
     **dict.fromkeys(("roberta", "data2vec-text", "roberta-prelayernorm"), "RoBERTa"),
     **dict.fromkeys(("xlm-roberta", "xlm-roberta-xl", "gte"), "XLM-R"),
@@ -87,8 +87,10 @@ def write(kind: str, folder: Path) -> None:
     end = made.sep_token_id if kind in ENCODERS else made.eos_token_id
     pad = 1 if kind in AFTER_PADDING else end if made.pad_token_id is None else made.pad_token_id
     ids = {"pad_token_id": pad, "eos_token_id": end, "bos_token_id": made.bos_token_id}
-    ids |= {"decoder_start_token_id": pad if kind in ("marian", "t5", "mt5", "pegasus") else end}
-    places = "n_positions" if kind in ("gpt2", "t5", "mt5") else "max_position_embeddings"
+    ids |= {
+        "decoder_start_token_id": pad if kind in ("marian", "t5", "mt5", "umt5", "pegasus") else end
+    }
+    places = "n_positions" if kind in ("gpt2", "t5", "mt5", "umt5") else "max_position_embeddings"
     chosen = drawn(Draw(f"{kind} 0")) | ids | {places: 64, "vocab_size": size}
     for key, value in chosen.items():
         if key.endswith(("layers", "n_layer")) and type(value) is int:

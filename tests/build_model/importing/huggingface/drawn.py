@@ -256,6 +256,7 @@ TYPES: dict[str, tuple[str, Callable[[Draw], dict[str, Any]]]] = {
     "m2m_100": ("M2M100ForConditionalGeneration", sides),
     "t5": ("T5ForConditionalGeneration", t5),
     "mt5": ("MT5ForConditionalGeneration", t5),
+    "umt5": ("UMT5ForConditionalGeneration", t5),
     **ENCODERS,
 }
 ROTARY = (

@@ -231,7 +231,7 @@ def test_untied_sides_have_embeddings_of_their_own(kind: str, tmp_path: Path) ->
 @pytest.mark.parametrize("kind", AS_THEY_STAND)
 def test_tokenizers_of_encoders_are_theirs(kind: str, tmp_path: Path) -> None:
     folder, run = tmp_path / "theirs", tmp_path / "run"
-    begin = "" if kind in ("t5", "mt5", "pegasus") else "<s>"
+    begin = "" if kind in ("t5", "mt5", "umt5", "pegasus") else "<s>"
     theirs = byte_level_tokenizer(folder, begin, "</s>")
     Drawn(kind, 0, folder, vocabulary=len(theirs) + 3)
     import_pretrained(folder, run)
