@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from transferry.build_model.model.parts.disentangled import DisentangledConfig
 from transferry.build_model.model.parts.distances import DistancesConfig
 from transferry.build_model.model.parts.embeddings import (
     NarrowConfig,
@@ -26,6 +27,7 @@ from transferry.build_model.model.parts.windows import CausalConfig, WindowsConf
 @dataclass(frozen=True)
 class ModelConfig(
     # The last is the innermost: its fields come first in JSON, its code runs first.
+    DisentangledConfig,
     CausalConfig,
     InputsConfig,
     HeadConfig,

@@ -22,8 +22,13 @@ Rate = Annotated[float, msgspec.Meta(gt=0, le=1000)]
 
 _Module = TypeVar("_Module")
 
-# Of a field that older files lack: its default is not written, so that their bytes stay.
+# Metadata of a field that older files lack: its default is not written, so that bytes stay.
 LATER = {"later": True}
+
+
+def later(table: type[JsonConfig]) -> dict[str, Any]:
+    """Returns the metadata of such a field that holds a table or None."""
+    return LATER | {"table": table}
 
 
 class JsonConfig:
@@ -33,7 +38,7 @@ class JsonConfig:
         """Returns the fields as plain JSON values."""
         values = dataclasses.asdict(self)  # type: ignore[call-overload]
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            if field.metadata == LATER and values[field.name] == field.default:
+            if field.metadata.get("later") and values[field.name] == field.default:
                 del values[field.name]
         # JSON has lists instead of tuples.
         return {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()}
@@ -48,9 +53,8 @@ class JsonConfig:
         if not isinstance(values, dict):
             raise UsageError(f"{cls.__name__} must be a table, found {shown(values)}")
         fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-        tuples = {name for name, field in fields.items() if str(field.type).startswith("tuple")}
         values = {
-            name: tuple(value) if name in tuples and isinstance(value, list) else value
+            name: _read(fields[name], value) if name in fields else value
             for name, value in values.items()
         }
         if unknown := sorted(values.keys() - fields.keys()):
@@ -61,6 +65,15 @@ class JsonConfig:
         if missing := sorted(required - values.keys()):
             raise UsageError(f"{cls.__name__} needs {', '.join(missing)}, which is not given")
         return cls(**values)
+
+
+def _read(field: dataclasses.Field[Any], value: Any) -> Any:
+    """Returns the value of a field from JSON."""
+    table = field.metadata.get("table")
+    if isinstance(value, dict) and table is not None:
+        return table.from_dict(value)
+    listed = isinstance(value, list) and str(field.type).startswith("tuple")
+    return tuple(value) if listed else value
 
 
 Architecture = Literal["encoder-decoder", "decoder-only", "encoder-only"]

@@ -15,6 +15,7 @@ from transferry.export.trace.graph import Graph
 from transferry.export.trace.in_place import FUSED_OPSET
 
 IN_HEADS = [0, 2, 1, 3]  # from [batch, length, heads, d_head] to the heads first, and back
+LAST_TWO = [0, 1, 3, 2]
 KEYS_IN_HEADS = [0, 2, 3, 1]  # likewise, with the features of a key in a column
 
 
@@ -97,6 +98,8 @@ def _before(value: ir.Value, permutation: list[int]) -> ir.Value | None:
     transpose = value.producer()
     if transpose is None or transpose.op_type != "Transpose":
         return None
+    if permutation == KEYS_IN_HEADS and _permutation(transpose) == LAST_TWO:
+        return _before(argument(transpose, 0), IN_HEADS)  # others read the heads of keys, too
     split = argument(transpose, 0)
     reshape = split.producer()
     if _permutation(transpose) != permutation:

@@ -89,6 +89,7 @@ def require_all(recipe: Recipe, things: str, expected: int, found: int) -> None:
 def linear_layers(model: Transformer) -> int:
     """Returns the number of linear layers of a model's graphs, a tied LM head included."""
     linears = sum(isinstance(module, torch.nn.Linear) for module in model.modules())
+    linears += sum(int(getattr(module, "reused", 0)) for module in model.modules())
     # Encoder and decoder each have the embedding.
     narrow = model.config.d_embedding != model.config.d_model
     twice = narrow and model.encoder and model.decoder

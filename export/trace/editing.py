@@ -15,8 +15,11 @@ CONTRIB = "com.microsoft"  # domain of onnxruntime's own operators
 
 
 def register(graph: ir.Graph, name: str, array: NDArray[Any] | np.generic) -> ir.Value:
-    """Adds an initializer to a graph."""
+    """Adds an initializer to a graph; one of equal name and content serves again."""
     tensor = ir.tensor(np.asarray(array), name=name)
+    known = graph.initializers.get(name)
+    if known is not None and np.array_equal(array_of(known), array):
+        return known
     value = ir.Value(name=name, shape=ir.Shape(array.shape), const_value=tensor)
     value.dtype = tensor.dtype
     graph.register_initializer(value)

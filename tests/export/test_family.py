@@ -85,7 +85,11 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
                 norm="rms", norm_order="pre", positions="none", bias=False, scale_embedding=False
             ),
             **dict(
-                relative_buckets=8, relative_distance=10, attention_divisor=1.0, scale_output=True
+                relative_buckets=8,
+                relative_distance=10,
+                attention_divisor=1.0,
+                scale_output=True,
+                relative_by_layer=True,
             ),
         ),
     ),
@@ -143,8 +147,30 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         "encoder-only",
         dict(
             **dict(lm_head=False, pooling=("mean",), head_widths=(16, 3), head_norm=True),
+            **dict(late_pooling=True),
             **dict(head_activations=("gelu", "sigmoid"), head_biases=(False, True)),
             **dict(segments=2, segment_end=7, positions="learned", embedding_norm=True),
+        ),
+    ),
+    "DeBERTa's": (
+        "encoder-only",
+        dict(
+            **dict(positions="none", embedding_norm=True, output_transform=True),
+            disentangled={
+                **dict(span=4, longest=12, content_to_position=True, position_to_content=True),
+                **dict(shared=True, norm=True),
+            },
+            convolution=dict(width=3, groups=2, activation="tanh"),
+        ),
+    ),
+    "DeBERTa's, with keys of positions": (
+        "encoder-only",
+        dict(
+            causal=True,
+            disentangled={
+                **dict(span=5, longest=0, content_to_position=True, position_to_content=True),
+                **dict(shared=False, norm=False),
+            },
         ),
     ),
     "a tagger's": (

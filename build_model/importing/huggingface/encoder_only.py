@@ -7,6 +7,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from transferry.build_model.importing.huggingface.encoders.deberta import (
+    MASKED,
+    deberta_v2_shape,
+    deberta_v2_table,
+)
 from transferry.build_model.importing.huggingface.encoders.rotary import (
     EUROBERT,
     EUROBERT_POOLINGS,
@@ -247,11 +252,25 @@ ELECTRA: Table = {
     "discriminator_predictions.dense_prediction.*": NoPlace("discriminator head"),
 }
 
+
+def _deberta_v2_shape(config: Settings, names: set[str]) -> ModelConfig:
+    """DeBERTa-v2 and -v3 (He et al. 2021)."""
+    head = any(name.endswith((BERT_HEAD, MASKED)) for name in names)
+    config.values.setdefault("type_vocab_size", 0)
+    return ModelConfig(**deberta_v2_shape(config, _bert_fields(config, head=head)))
+
+
 # --- All types -----------------------------------------------------------------------------------
 
 PROJECTED = classifier("classifier.dense", "classifier.out_proj")
 TYPES = "embeddings.token_type_embeddings.weight"
 FAMILIES = {
+    "deberta-v2": Family(
+        "DeBERTa-v2 and -v3",
+        *(_deberta_v2_shape, deberta_v2_table(BERT), ("deberta.",)),
+        classifier=classifier("pooler.dense", activation="gelu", setting="pooler_hidden_act"),
+        segments=TYPES,
+    ),
     "bert": Family(
         "BERT",
         *(_bert_shape, BERT, ("bert.",)),

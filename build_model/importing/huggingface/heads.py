@@ -66,11 +66,20 @@ def rank_of(config: Settings) -> Literal["sigmoid", "none"]:
     return RANKS[name]
 
 
+# Activations of heads, by their names.
+UNITS: dict[str, HeadActivation] = {
+    **cast(dict[str, HeadActivation], ACTIVATIONS),
+    "tanh": "tanh",
+    "sigmoid": "sigmoid",
+}
+
+
 def classifier(
     dense: str,
     last: str = "classifier",
     activation: HeadActivation = "tanh",
     *,
+    setting: str = "",
     width: str = "hidden_size",
     modern: bool = False,
     poolings: Mapping[str, Mapping[str, Any]] | None = None,
@@ -81,6 +90,7 @@ def classifier(
         dense: Name of the first of the two layers that score a text.
         last: Name of the second.
         activation: Of the first.
+        setting: Setting that names another activation.
         width: Setting of the width of the hidden states.
         modern: Its first layer scores tokens too, and has a norm, as in ModernBERT.
         poolings: Fields by the values of classifier_pooling, the default first; None for types
@@ -93,7 +103,8 @@ def classifier(
             return None
         labels = SPAN if task == "answer" else labels_of(config)
         two = task == "classify" or modern
-        unit, bias = activation, True
+        unit = config.choice(setting, UNITS, activation) if setting else activation
+        bias = True
         token = "classifier" if modern or task == "tag" else "qa_outputs"
         names = {last if task == "classify" else token: int(two)}
         if two:
@@ -118,8 +129,7 @@ def classifier(
             fields |= config.choice("classifier_pooling", poolings, next(iter(poolings)))
         settings = HeadSettings(task, labels, "softmax")
         if task == "classify":
-            problem = problem_of(config, labels)
-            settings = HeadSettings("classify", labels, problem, rank_of(config))
+            settings = HeadSettings(task, labels, problem_of(config, labels), rank_of(config))
         return Classifier(fields, table, settings)
 
     return read

@@ -43,12 +43,13 @@ WITHOUT_EFFECT: Mapping[str, Mapping[str, str]] = {
     CONFIG: {
         TRAINING: (
             "activation_dropout attention_dropout attention_probs_dropout_prob attn_pdrop "
-            "classif_dropout classifier_dropout decoder_layerdrop dropout dropout_rate "
+            "classif_dropout classifier_dropout cls_dropout decoder_layerdrop dropout dropout_rate "
             "embd_pdrop embedding_dropout encoder_layerdrop gradient_checkpointing "
             "hidden_dropout hidden_dropout_prob init_std initializer_cutoff_factor "
             "initializer_factor initializer_range layer_norm_dropout layerdrop mlp_dropout mup "
-            "qa_dropout repad_logits_with_grad resid_pdrop router_aux_loss_coef save_step "
-            "seq_classif_dropout seq_length sinusoidal_pos_embds sparse_pred_ignore_index "
+            "pooler_dropout qa_dropout repad_logits_with_grad resid_pdrop router_aux_loss_coef "
+            "save_step seq_classif_dropout seq_length sinusoidal_pos_embds "
+            "sparse_pred_ignore_index "
             "sparse_prediction summary_first_dropout summary_last_dropout tf_legacy_loss "
             "tie_weights_"
         ),
@@ -71,8 +72,9 @@ WITHOUT_EFFECT: Mapping[str, Mapping[str, str]] = {
         LABELS: (
             "classifier_activation classifier_bias classifier_pooling cls_token_id "
             "directionality id2label label2id mask_token_id num_labels pooler_fc_size "
-            "pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head pooler_type "
-            "problem_type sbert_ce_default_activation_function sentence_transformers "
+            "pooler_hidden_act pooler_num_attention_heads pooler_num_fc_layers "
+            "pooler_size_per_head pooler_type problem_type "
+            "sbert_ce_default_activation_function sentence_transformers "
             "sep_token_id summary_activation summary_proj_to_labels summary_type "
             "summary_use_proj type_vocab_size"
         ),

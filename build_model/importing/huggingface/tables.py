@@ -30,6 +30,7 @@ class Move:
         adds: Name for the report, if the result is added to another tensor.
         turned: Whether their matrix is [in, out].
         optional: Whether a file may lack it.
+        what: Name for the report of a tensor that a file may have and our model not.
     """
 
     ours: tuple[str, ...]
@@ -37,6 +38,7 @@ class Move:
     adds: str = ""
     turned: bool = False
     optional: bool = False
+    what: str = ""
 
 
 @dataclass(frozen=True)

@@ -177,14 +177,14 @@ def convert_weights(
                 f"{origin}: the tensor {name} is unknown; it belongs to another model than "
                 "config.json, or to a head that cannot be imported"
             )
-        if isinstance(move, NoPlace):
+        pieces = [] if isinstance(move, NoPlace) else _pieces(move, layer, tensor, config)
+        if isinstance(move, NoPlace) or (move.what and pieces[0][0] not in expected):
             if move.what:
                 converted.leave_out(move.what, tensor)
             continue
         if tensor.dtype not in FLOATING:
             kind = str(tensor.dtype).removeprefix("torch.")
             raise _is_quantised(origin, f"{kind} in the tensor {name}")
-        pieces = _pieces(move, layer, tensor, config)
         for ours, piece in pieces:
             _require_fitting(expected.get(ours), move, (name, tensor), (ours, piece), origin)
             kept = tensor.dtype if tensor.dtype in STORED and not move.adds else torch.float32

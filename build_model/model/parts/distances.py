@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from transferry.build_model.model.shape import Size, SizeOrNone, TransformerConfig
+from transferry.build_model.model.shape import LATER, Size, SizeOrNone, TransformerConfig
 from transferry.build_model.model.transformer import Stack, Transformer
 
 
@@ -28,7 +28,7 @@ class DistancesConfig(TransformerConfig):
 
     relative_buckets: SizeOrNone = 0
     relative_distance: Size = 128
-    relative_by_layer: bool = False
+    relative_by_layer: bool = field(default=False, metadata=LATER)
     scale_output: bool = False
 
     def parts(self) -> tuple[type[Any], ...]:

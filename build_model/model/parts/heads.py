@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from transferry.build_model.model.layers import ACTIVATIONS
 from transferry.build_model.model.norms import make_norm
-from transferry.build_model.model.shape import Size, TransformerConfig
+from transferry.build_model.model.shape import LATER, Size, TransformerConfig
 from transferry.build_model.model.transformer import Transformer
 from transferry.runtime.errors import require
 
@@ -52,7 +52,7 @@ class HeadConfig(TransformerConfig):
     head_activations: tuple[HeadActivation, ...] = ()
     head_biases: tuple[bool, ...] = ()
     head_norm: bool = False
-    late_pooling: bool = False
+    late_pooling: bool = field(default=False, metadata=LATER)
     unit_length: bool = False
 
     def check(self) -> None:

@@ -47,6 +47,7 @@ CLASSES = {
     **dict.fromkeys((*WITH_SEGMENTS, "distilbert"), "BERT"),
     **dict.fromkeys(("t5", "mt5", "umt5"), "T5"),
     "mpnet": "MPNet",
+    "deberta-v2": "DeBERTa-v2",
     **dict.fromkeys(("roberta", "data2vec-text", "roberta-prelayernorm"), "RoBERTa"),
     **dict.fromkeys(("xlm-roberta", "xlm-roberta-xl", "gte"), "XLM-R"),
     "camembert": "CamemBERT",

@@ -117,6 +117,26 @@ def eurobert(draw: Draw) -> dict[str, Any]:
     }
 
 
+def deberta_v2(draw: Draw) -> dict[str, Any]:
+    return masked(
+        draw,
+        type_vocab_size=0,
+        layer_norm_eps=draw.choice([1e-7, 1e-5]),
+        relative_attention=draw.choice([True, True, True, False]),
+        position_buckets=draw.choice([-1, 4, 9, 256]),
+        max_relative_positions=draw.choice([-1, 12, 200]),
+        position_biased_input=draw.choice([True, False]),
+        pos_att_type=draw.choice(["p2c|c2p", "c2p", ["p2c"]]),
+        share_att_key=draw.choice([True, False]),
+        norm_rel_ebd=draw.choice(["none", "layer_norm"]),
+        conv_kernel_size=draw.choice([0, 1, 3, 5]),
+        conv_groups=draw.choice([1, 2]),
+        conv_act=draw.choice(["tanh", "gelu"]),
+        pooler_hidden_act=draw.choice(["gelu", "tanh"]),
+        legacy=draw.choice([True, True, False]),
+    )
+
+
 # Model class and settings, by model_type.
 ENCODERS: dict[str, tuple[str, Callable[[Draw], dict[str, Any]]]] = {
     "bert": ("BertForMaskedLM", masked),
@@ -126,6 +146,7 @@ ENCODERS: dict[str, tuple[str, Callable[[Draw], dict[str, Any]]]] = {
     "electra": ("ElectraForMaskedLM", electra),
     "mpnet": ("MPNetForMaskedLM", masked),
     "modernbert": ("ModernBertForMaskedLM", modernbert),
+    "deberta-v2": ("DebertaV2ForMaskedLM", deberta_v2),
     "ernie": ("ErnieForMaskedLM", ernie),
     "megatron-bert": ("MegatronBertForMaskedLM", masked),
     "camembert": ("CamembertForMaskedLM", masked),

@@ -121,7 +121,7 @@ def probability(scores: Tensor, problem: str) -> Tensor:
 
 @pytest.mark.parametrize(
     ("kind", "problem"),
-    [("bert", "softmax"), ("modernbert", "sigmoid"), ("electra", "none"), ("roberta", "none")],
+    [("bert", "softmax"), ("modernbert", "sigmoid"), ("deberta-v2", "none"), ("roberta", "none")],
 )
 @torch.inference_mode()
 def test_labels_through_bundle_and_engine_are_theirs(

@@ -31,7 +31,7 @@ from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.tokenizer.special_tokens import AnyTokenizer
 
 Draw = random.Random
-ENCODERS = ("bert", "mpnet", "roberta", "xlm-roberta", "camembert")
+ENCODERS = ("bert", "mpnet", "roberta", "xlm-roberta", "camembert", "deberta-v2")
 TEXTS = [
     "Straße über die Häuser",
     "日本語 😀",
@@ -52,6 +52,7 @@ KINDS = {
     "RoBERTa": ("roberta", "RobertaTokenizer", ""),
     "XLM-R": ("xlm-roberta", "XLMRobertaTokenizer", FAIRSEQ_PIECES),
     "CamemBERT": ("camembert", "CamembertTokenizer", FAIRSEQ_PIECES),
+    "DeBERTa-v2": ("deberta-v2", "DebertaV2Tokenizer", "spm.model"),
     "BART": ("bart", "BartTokenizer", ""),
     "T5": ("t5", "T5Tokenizer", "spiece.model"),
     "PEGASUS": ("pegasus", "PegasusTokenizer", "spiece.model"),
