@@ -11,6 +11,7 @@ from itertools import pairwise
 
 from transferry.build_model.importing.huggingface import decoder_only, encoder_decoder, encoder_only
 from transferry.build_model.importing.huggingface.folder import REMEDY, PretrainedFolder, Settings
+from transferry.build_model.importing.huggingface.tokenizer.byte_tokenizer import byte_tokenizer
 from transferry.build_model.importing.huggingface.tokenizer.chat_template import (
     chat_template,
     chat_templates,
@@ -145,6 +146,9 @@ def sequence_tokenizer(pretrained: PretrainedFolder, config: ModelConfig) -> Any
     eos = pretrained.token("eos_token_id")
     begin = pretrained.token("decoder_start_token_id", pretrained.token("bos_token_id", eos))
     special = SpecialTokens(pretrained.token("pad_token_id", eos), begin, eos, after=())
+    declared = pretrained.tokenizer.values.get("tokenizer_class")
+    if (declared or pretrained.config.values.get("tokenizer_class")) == "ByT5Tokenizer":
+        return byte_tokenizer(pretrained, special, config)
     name = OF_LANGUAGES.get(str(pretrained.config.get("model_type")))
     if name is not None:
         declared = pretrained.config.get("tokenizer_class", name)
@@ -369,8 +373,9 @@ def _sentencepiece(pretrained: PretrainedFolder, config: ModelConfig) -> AnyToke
     if chat_templates(pretrained):
         pretrained.notes.append(f"chat template left out: it needs a {TOKENIZER}")
     pretrained.notes.append(
-        f"{PIECES} as SentencePiece reads it; transformers 5 may treat blanks at the beginning of "
-        "a text otherwise"
+        f"{PIECES} is followed as SentencePiece reads it, not AutoTokenizer of transformers 5, "
+        f"which splits some texts with several blanks or line breaks otherwise; with a {TOKENIZER} "
+        "transformers is followed"
     )
     return tokenizer
 

@@ -24,7 +24,11 @@ from tests.build_model.importing.huggingface.small_models import (
     sentencepiece_model,
 )
 from tests.build_model.importing.huggingface.tokenizer.test_tokenizers import SEEDS, byte_level
-from transferry.build_model.importing.huggingface.folder import PretrainedFolder
+from transferry.build_model.importing.huggingface.folder import (
+    TOKENIZER_CONFIG,
+    PretrainedFolder,
+)
+from transferry.build_model.importing.huggingface.settings_table import judge
 from transferry.build_model.importing.huggingface.tokenizer.vocabularies import TOKENIZERS
 from transferry.build_model.model.config import ModelConfig
 from transferry.runtime.errors import InputError, UsageError
@@ -283,3 +287,28 @@ def test_marian_cleans_up_as_its_class_does(cleans: bool, tmp_path: Path) -> Non
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     with pytest.raises(InputError, match="sp_model_kwargs is "):
         TOKENIZERS["marian"](PretrainedFolder(tmp_path), shape)
+
+
+def test_bytes_of_byt5_are_theirs(tmp_path: Path) -> None:
+    theirs = transformers.ByT5Tokenizer()
+    theirs.save_pretrained(tmp_path)
+    ids = {"pad_token_id": 0, "decoder_start_token_id": 0, "eos_token_id": 1}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5", **ids}))
+    shape = ModelConfig(384, 8, 2, 1, 1, 8, architecture="encoder-decoder")
+    checkpoint = PretrainedFolder(tmp_path)
+    ours = require_saved(TOKENIZERS["t5"](checkpoint, shape), tmp_path)
+    checkpoint.tokenizer.get("model_max_length")  # as the importer does
+    judge(TOKENIZER_CONFIG, checkpoint.tokenizer)
+    for text in [*TEXTS, "\x00\x7f", "<extra_id_0> </s>"]:
+        wanted = theirs(text, split_special_tokens=True).input_ids
+        assert ours.special.wrap(ours.encode(text)) == wanted, text
+        assert ours.decode([*wanted, 0, 259, 383]) == theirs.decode(
+            [*wanted, 0, 259, 383], skip_special_tokens=True
+        )
+    with pytest.raises(UsageError, match="names no texts of special tokens"):
+        ours.read_special_tokens()
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    settings["added_tokens_decoder"]["7"] = settings["added_tokens_decoder"].pop("260")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(InputError, match="expected the special tokens of ByT5 below 3"):
+        TOKENIZERS["t5"](PretrainedFolder(tmp_path), shape)
