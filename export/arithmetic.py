@@ -8,7 +8,7 @@ converts its weight as it is computed; of a small model what was converted is ke
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,12 +35,16 @@ class Rounded:
         inputs: The number of inputs; blocks may be longer together.
         round_input: Rounds the input of a product `[..., inputs]`; values are moved first by that
             many steps, which shows what lies at the border of two integers.
+        exact: Weights of the inputs `wide`, whose integers are 0 `[outputs, wide]` float32.
+        wide: Numbers of these inputs.
     """
 
     integers: Tensor
     scales: Tensor
     inputs: int
     round_input: Callable[[Tensor, float], Tensor]
+    exact: Tensor | None = None
+    wide: Sequence[int] = ()
 
     def weight(self, dtype: torch.dtype, rows: Tensor | None = None) -> Tensor:
         """Returns the weight `[outputs, inputs]`, or some of its rows `[*rows, inputs]`."""
@@ -49,7 +53,10 @@ class Rounded:
             integers, scales = integers[rows], scales[rows]
         values = integers.to(dtype).mul_(scales.to(dtype))  # of an LM head 500 MB, not twice
         lead = values.shape[: 1 if rows is None else rows.dim()]
-        return values.reshape(*lead, -1)[..., : self.inputs]
+        values = values.reshape(*lead, -1)[..., : self.inputs]
+        if self.exact is not None and rows is None:
+            values[:, list(self.wide)] = self.exact.to(dtype)
+        return values
 
 
 class Arithmetic(TorchFunctionMode):

@@ -35,7 +35,7 @@ WEIGHTS = "weights"  # name of the claim
 ANOTHER = "was not exported from this checkpoint"
 UNLIKE = "holds a weight unlike the checkpoint's"
 # Kinds of values that an int8 variant stores of its calibration, not of a trained weight.
-CALIBRATED = ("input_scale", "input_zero", "divided_scale")
+CALIBRATED = ("input_scale", "input_zero", "divided_scale", "wide_inputs")
 BLOCK = 1 << 20  # entries compared at once, in float64
 
 
@@ -85,7 +85,7 @@ class CheckpointWeights:
             return None
         if kind in ("int8", "scales"):
             if self._integers[0] != base:
-                found = quantised(weight.numpy(), pairs=self._pairs)
+                found = quantised(weight.numpy(), pairs=self._pairs, wide=self._wide(base))
                 self._integers = base, [*map(torch.from_numpy, found)]
             part = self._integers[1][kind == "scales"]
             return (part[:, None] if name.endswith(".column") else part), 0.0
@@ -96,7 +96,14 @@ class CheckpointWeights:
                 self._blocks = base, [*map(torch.from_numpy, both)]
             part = self._blocks[1][kind != "blocks"]
             return (part / self._divisor(base) if kind == "divided_scales" else part), 0.0
+        if kind == "wide":
+            return weight[:, list(self._wide(base))], 0.0
         return self._input(base, kind)
+
+    def _wide(self, name: str) -> Sequence[int]:
+        """Returns the inputs of a layer that stay in float32."""
+        activations = self._calibration.activations if self._calibration else {}
+        return activations[name].wide if name in activations else ()
 
     def _divisor(self, name: str) -> float:
         """Divisor of the attention scores in the layer of a weight; 1 outside of layers."""
@@ -124,6 +131,7 @@ class CheckpointWeights:
                 "input_scale": torch.tensor(activation.scale),
                 "input_zero": torch.tensor(activation.zero_point, dtype=torch.uint8),
                 "divided_scale": torch.tensor(activation.scale / self._divisor(base)),
+                "wide_inputs": torch.tensor(activation.wide, dtype=torch.int64),
             }
         value = found.get(kind)
         return None if value is None else (value, COMPUTED if "divided" in kind else 0.0)

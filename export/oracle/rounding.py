@@ -111,10 +111,13 @@ def _rows(model: Transformer, activations: Mapping[str, Activation]) -> dict[str
     for name, parameter in model.named_parameters():
         if (activation := activations.get(name)) is None and name != "embedding.weight":
             continue
-        integers, scales = map(torch.from_numpy, quantised(parameter.detach().cpu().numpy()))
         # An embedding that is not tied is only looked up.
         rounding = _unrounded if activation is None else _round_activation(activation)
-        found[name] = Rounded(integers, scales[:, None], parameter.shape[1], rounding)
+        weight, wide = parameter.detach().cpu(), () if activation is None else activation.wide
+        integers, scales = map(torch.from_numpy, quantised(weight.numpy(), wide=wide))
+        exact = weight[:, list(wide)] if wide else None
+        given = integers, scales[:, None], parameter.shape[1], rounding
+        found[name] = Rounded(*given, exact, wide)
         model.release()
     return found
 
@@ -124,12 +127,17 @@ def _unrounded(x: Tensor, shift: float) -> Tensor:
 
 
 def _round_activation(activation: Activation) -> Any:
-    zero = activation.zero_point
-    return partial(_round_with, scale=activation.scale, least=-zero, most=255 - zero)
+    zero, wide = activation.zero_point, list(activation.wide)
+    return partial(_round_with, scale=activation.scale, least=-zero, most=255 - zero, wide=wide)
 
 
-def _round_with(x: Tensor, shift: float, scale: float, least: int, most: int) -> Tensor:
-    return round_to(x, scale, shift, least, most)
+def _round_with(
+    x: Tensor, shift: float, scale: float, least: int, most: int, wide: list[int]
+) -> Tensor:
+    rounded = round_to(x, scale, shift, least, most)
+    if wide:
+        rounded[..., wide] = x[..., wide]
+    return rounded
 
 
 class _IntegerMemory(MultiHeadAttention):

@@ -1,7 +1,9 @@
 """Linear layers in int8: signed weights with a scale per output, uint8 inputs with fixed scales.
 
 A scale measured on the current batch would make a row's result depend on its neighbours. These
-scales are measured once, on the user's text (`export.rewrite.calibration`).
+scales are measured once, on the user's text (`export.rewrite.calibration`). The few inputs whose
+range is far wider than the others' are multiplied in float32 beside the integers, which then have
+the range of the others (Dettmers et al. 2022, LLM.int8(), there with ranges of the batch).
 """
 
 from __future__ import annotations
@@ -27,7 +29,10 @@ EMBEDDING = "model.embedding.weight"
 
 
 class Int8Kernels:
-    """MatMulIntegerToFloat: (q_x - z_x) s_x (q_W s_W) + b, summed in int32, result in float32."""
+    """MatMulIntegerToFloat: (q_x - z_x) s_x (q_W s_W) + b, summed in int32, result in float32.
+
+    A Gemm over the columns of wide inputs adds theirs.
+    """
 
     def __init__(
         self,
@@ -39,17 +44,19 @@ class Int8Kernels:
         `release` is called when the weight of a layer was read.
         """
         self.activations, self.release = activations, release
-        self._inputs: dict[tuple[ir.Value, float], ir.Value] = {}
+        self._inputs: dict[tuple[ir.Value, Activation], ir.Value] = {}
+        self._columns: dict[tuple[ir.Value, tuple[int, ...]], ir.Value] = {}
 
     def emit(self, linear: Linear, x: ir.Value, graph: ir.Graph) -> Sequence[ir.Node]:
         """See `Kernels.emit`."""
-        weight, scales = quantised_weight(graph, linear.weight)
+        activation, name = self._activation(linear), parameter(linear.weight)
+        wide = activation.wide
+        weight, scales = quantised_weight(graph, linear.weight, wide=wide)
+        exact = array_of(linear.weight)[:, list(wide)] if wide else None
         self.release()
-        activation = self._activation(linear)
-        name = parameter(linear.weight)
         scale = register(graph, f"{name}.input_scale", np.float32(activation.scale))
         zero = register(graph, f"{name}.input_zero", np.uint8(activation.zero_point))
-        tape, key, bias = ir.tape.Tape(), (x, activation.scale), linear.bias
+        tape, key, bias = ir.tape.Tape(), (x, activation), linear.bias
         if key not in self._inputs:
             self._inputs[key] = tape.op("QuantizeLinear", [x, scale, zero])
         weight = transposed(tape, weight)
@@ -61,6 +68,12 @@ class Int8Kernels:
                 bias = register(graph, f"{name}.divided_bias", quotient)
         inputs = [self._inputs[key], weight, scale, scales, zero, None, bias]
         product = tape.op("MatMulIntegerToFloat", inputs, domain=CONTRIB)
+        if exact is not None:
+            if (x, wide) not in self._columns:
+                numbers = register(graph, f"{name}.wide_inputs", np.array(wide))
+                self._columns[x, wide] = tape.op("Gather", [x, numbers], {"axis": 1})
+            given = self._columns[x, wide], register(graph, f"{name}.wide", exact), product
+            product = tape.op("Gemm", given, {"transB": 1, "alpha": 1 / linear.divisor})
         if linear.relu and not self._clamped(linear):
             tape.op("Relu", [product])
         return tape.nodes
@@ -76,7 +89,10 @@ class Int8Kernels:
         """Whether every reader quantises the output with zero point 0, which implies ReLU."""
         readers = [find_linear(node) for node in linear.output.consumers()]
         return not linear.output.is_graph_output() and all(
-            reader is not None and self._activation(reader).zero_point == 0 for reader in readers
+            reader is not None
+            and self._activation(reader).zero_point == 0
+            and not self._activation(reader).wide
+            for reader in readers
         )
 
 
@@ -96,12 +112,12 @@ def parameter(weight: ir.Value) -> str:
 
 
 def quantised_weight(
-    graph: ir.Graph, weight: ir.Value, *, pairs: bool = True
+    graph: ir.Graph, weight: ir.Value, *, pairs: bool = True, wide: Sequence[int] = ()
 ) -> tuple[ir.Value, ir.Value]:
     """Returns a weight's integers and scales as initializers of the graph; see `quantised`."""
     name = parameter(weight)
     if f"{name}.int8" not in graph.initializers:
-        integers, scales = quantised(array_of(weight), pairs=pairs)
+        integers, scales = quantised(array_of(weight), pairs=pairs, wide=wide)
         register(graph, f"{name}.int8", integers)
         register(graph, f"{name}.scales", scales)
     return graph.initializers[f"{name}.int8"], graph.initializers[f"{name}.scales"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -15,7 +17,7 @@ BLOCK = 1 << 20
 
 
 def quantised(
-    weight: NDArray[np.float32], *, pairs: bool = True
+    weight: NDArray[np.float32], *, pairs: bool = True, wide: Sequence[int] = ()
 ) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
     """Rounds each row to int8, symmetrically: `weight` is about `scales[:, None] * integers`.
 
@@ -26,11 +28,15 @@ def quantised(
     Args:
         weight: `[outputs, inputs]`
         pairs: Limit the sum of neighbours too; without, the product must be of floats.
+        wide: Inputs that are multiplied in float32, whose integers are 0.
 
     Returns:
         Integers `[outputs, inputs]` int8, and scales `[outputs]`; scale 1 for a row of zeros.
     """
     outputs, inputs = weight.shape
+    if wide:
+        weight = weight.copy()
+        weight[:, list(wide)] = 0
     integers, scales = np.empty((outputs, inputs), np.int8), np.empty(outputs, np.float32)
     rows = max(1, BLOCK // max(1, inputs))
     for first in range(0, outputs, rows):

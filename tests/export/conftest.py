@@ -215,7 +215,12 @@ def widest(checkpoint: Checkpoint, texts: Sequence[str]) -> Calibration:
     run(folded, lambda name, x, _: inputs[name].add(x.numpy()))
     found = {name: histogram.activation() for name, histogram in inputs.items()}
     activations = {
-        name: replace(each, scale=1.1 * each.largest / (127 if each.zero_point else 255))
+        name: replace(
+            each,
+            scale=1.1 * each.largest / (127 if each.zero_point else 255),
+            # Two of each layer but a tied LM head, whose integers are looked up too.
+            wide=() if name == "embedding.weight" else (1, 4),
+        )
         for name, each in found.items()
     }
     return Calibration(activations, scales)
