@@ -80,7 +80,7 @@ class Transformer(Composed):
         rows, width = config.vocabulary_size, config.d_embedding
         self.output = nn.Linear(width, rows, bias=False) if own else None
         self.output_bias = nn.Parameter(torch.zeros(rows)) if config.output_bias else None
-        self.head: nn.Module | None = None
+        self.head: Callable[[Tensor, Tensor], Tensor] | None = None
         if config.positions == "learned":
             self.positions = nn.Parameter(torch.empty(config.max_positions, config.d_positions))
 

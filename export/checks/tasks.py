@@ -76,6 +76,7 @@ OTHERWISE: Mapping[str, Sequence[Mapping[str, Any]]] = {
     "tag": [{"aggregation": each} for each in ("simple", "first", "average", "max")],
     "answer": [{"top": 3, "handle_impossible_answer": True}, {"top": 2, "max_answer_len": 2}],
     "fill-mask": [{"top": 1}],
+    "sparse": [{"top": 3, "normalise": True}, {"pooling": "mean"}],
 }
 SPECIAL = "special"  # rows of the main task that are no line of the text
 WINDOW = "window"  # further windows of rows
@@ -223,6 +224,8 @@ def encoder_tasks(checkpoint: Checkpoint) -> list[str]:
     tasks = ["embed"]
     if checkpoint.model.config.lm_head and mask_id is not None:
         tasks = ["fill-mask", "embed"]
+        if head is not None and head.vectors == "sparse":
+            tasks = tasks[::-1]
     if head is not None and head.task != "embed":
         tasks = [head.task, *tasks]
     if head is not None and head.task == "classify" and len(head.labels) == 1:
@@ -294,7 +297,8 @@ class ServedTasks:
         for task in [task for task in self.tasks if task in engine.tasks]:
             own = mains if task == self.runs else rows.get(task, ())
             serving.answer(engine, task, own)
-            for settings in OTHERWISE.get(task, ()) if whole else ():
+            sparse = task == "embed" and self.inputs.head.vectors == "sparse"
+            for settings in OTHERWISE.get("sparse" if sparse else task, ()) if whole else ():
                 serving.answer(engine, task, own[: max(MIXED)], **settings)
         if self.main != "embed":
             serving.embed_ids(engine, mains[::SAMPLED])

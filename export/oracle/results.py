@@ -240,8 +240,20 @@ def _plain_embed(
     tensors: Tensors,
     pooling: str | None = None,
     normalise: bool = False,
+    top: int | None = None,
 ) -> bool:
-    return _alike(result.vector, _vector(inputs, tensors, pooling, normalise=normalise))
+    wanted = _vector(inputs, tensors, pooling, normalise=normalise)
+    if pooling is not None or inputs.head.vectors == "dense":
+        return _alike(result.vector, wanted)
+    best = np.sort(wanted[wanted > 0])[::-1][:top]
+    apart = len(set(result.indices)) == len(result.indices)
+    places, known = [*result.indices], inputs.tokenizer.vocabulary()
+    told = [known.get(token, at) for token, at in zip(result.tokens, places, strict=False)]
+    return (
+        apart
+        and told == places
+        and all(_alike(result.weights, each) for each in (best, wanted[places]))
+    )
 
 
 def _plain_classify(inputs: Inputs, row: Row, result: Any, tensors: Tensors) -> bool:

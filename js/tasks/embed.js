@@ -19,6 +19,9 @@ export function embed(engine, text, { pooling, normalise = false, prompt, longRo
     throw new UsageError(`pooling must be mean, first or last, found ${pooling}`);
   }
   const { head } = engine.bundle.manifest;
+  if (head?.vectors === "sparse" && pooling === undefined) {
+    throw new UsageError("there are no sparse vectors in JavaScript; embed with the Python engine");
+  }
   const { prompts = {}, default_prompt: usual = "" } = head ?? {};
   const named = prompt ?? usual;
   if (named && !Object.hasOwn(prompts, named)) {

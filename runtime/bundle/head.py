@@ -32,6 +32,7 @@ class HeadSettings:
         width: Numbers of a vector that are kept, the first of them; 0 keeps all.
         template: Text of a pair, with the names query and document at odd places; empty where the
             tokenizer joins pairs.
+        vectors: "dense", or "sparse": a weight for each token of the vocabulary, most of them 0.
     """
 
     task: Literal["embed", "classify", "tag", "answer"]
@@ -42,6 +43,7 @@ class HeadSettings:
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str = ""
     width: Whole = 0
+    vectors: Literal["dense", "sparse"] = "dense"
     template: tuple[str, ...] = ()
 
     def filled(self, query: str, document: str) -> str:

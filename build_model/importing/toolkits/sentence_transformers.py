@@ -7,7 +7,7 @@ head of its own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,7 @@ ACTIVATIONS: dict[str, HeadActivation] = {
 # Tokens of a row: one and those around it. The tokenizers cut to fewer in ways of their own.
 LEAST = 3
 LONGEST_NAME = 99  # of a folder; file systems take 255 bytes
-IN_ORDER = "Transformer, Pooling, any number of Dense, optionally Normalize"
+IN_ORDER = "Transformer, Pooling, any number of Dense, Normalize; or Transformer, SpladePooling"
 
 
 @dataclass
@@ -153,8 +153,8 @@ def read_sentence_transformers(
     texts = Settings.read(folder / SENTENCE, required=False, ignored=ignored)
     if texts.values.get("model_type") == "CrossEncoder" and kinds == ["Transformer"]:
         return _cross_encoder(modules[0][1], texts, ignored)
-    if kinds == ["Transformer", "LogitScore"]:
-        return _reranker(modules[0][1], modules[1][1], texts, ignored)
+    if (read := PAIRS.get(tuple(kinds))) is not None:
+        return read(modules[0][1], modules[1][1], texts, ignored)
     layers = kinds[2:-1] if kinds[-1:] == ["Normalize"] else kinds[2:]
     if kinds[:2] != ["Transformer", "Pooling"] or set(layers) - {"Dense"}:
         raise InputError(
@@ -203,6 +203,24 @@ def _cross_encoder(transformer: Path, texts: Settings, ignored: frozenset[str]) 
     return SentenceModules(transformer, {}, [], head, lower, files=files)
 
 
+def _sparse_encoder(
+    transformer: Path, pooling: Path, texts: Settings, ignored: frozenset[str]
+) -> SentenceModules:
+    texts.only("model_type", "SparseEncoder")
+    reading = _reading(transformer, "fill-mask", ignored)
+    settings = Settings.read(pooling / CONFIG, ignored=ignored)
+    logs = settings.choice("activation_function", {"relu": "", "log1p_relu": "log-"}, "relu")
+    kind = settings.choice("pooling_strategy", {"max": "max", "sum": "sum"}, "max")
+    for name in ("word_embedding_dimension", "embedding_dimension", "chunk_size"):
+        settings.get(name)
+    texts.only("max_active_dims", None)
+    head = replace(_settings(texts, _longest(reading)), vectors="sparse")
+    fields = {"pooling": (f"splade-{logs}{kind}",), "unit_length": False}
+    files = [(SENTENCE, texts), (READING, reading), (MODULE, settings)]
+    lower = reading.flag("do_lower_case", False)
+    return SentenceModules(transformer, fields, [], head, lower, files=files)
+
+
 def _reranker(
     transformer: Path, score: Path, texts: Settings, ignored: frozenset[str]
 ) -> SentenceModules:
@@ -232,6 +250,14 @@ def _reranker(
         answer=answer,
         files=[(SENTENCE, texts), (READING, reading), (MODULE, scoring)],
     )
+
+
+# Readers of two modules that are no sentence encoder.
+PAIRS: Mapping[tuple[str, ...], Callable[..., SentenceModules]] = {
+    ("Transformer", "LogitScore"): _reranker,
+    ("Transformer", "SpladePooling"): _sparse_encoder,
+    ("MLMTransformer", "SpladePooling"): _sparse_encoder,
+}
 
 
 def _reading(folder: Path, task: str, ignored: frozenset[str], *, chats: bool = False) -> Settings:

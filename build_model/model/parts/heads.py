@@ -22,8 +22,20 @@ HeadActivation = Literal[
 ]
 # How the hidden states of a text become one vector: first or last token, maximum or mean of each
 # feature, sum divided by the root of the length, or mean weighted by position 1, 2, ...
-# (Muennighoff 2022, SGPT).
-Pooling = Literal["first", "last", "max", "mean", "root-mean", "weighted"]
+# (Muennighoff 2022, SGPT). Those of "splade" pool log(1 + max(0, logit)) of each token of the
+# vocabulary (Formal et al. 2021, SPLADE v2, eq. 1 and 2), or log(1 + that) (Geng et al. 2025).
+Pooling = Literal[
+    "first",
+    "last",
+    "max",
+    "mean",
+    "root-mean",
+    "weighted",
+    "splade-max",
+    "splade-sum",
+    "splade-log-max",
+    "splade-log-sum",
+]
 HEAD_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     **ACTIVATIONS,
     "none": nn.Identity(),
@@ -72,10 +84,15 @@ class HeadConfig(TransformerConfig):
         expected = "false unless the head has a linear layer and one pooling"
         late = bool(layers) and len(self.pooling) == 1
         require(late or not self.late_pooling, "late_pooling", expected, "true")
+        if any(kind.startswith("splade") for kind in self.pooling):
+            alone = len(self.pooling) == 1 and not layers and not self.unit_length
+            expected = "one of splade's, without layers or unit_length, and logits"
+            require(alone and self.has_logits, "pooling", expected, self.pooling)
 
     def parts(self) -> tuple[type[Any], ...]:
         """See `TransformerConfig.parts`."""
-        return (*super().parts(), WithHead) if self.has_head else super().parts()
+        part = WithTokenWeights if self.weighs_tokens else WithHead
+        return (*super().parts(), part) if self.has_head else super().parts()
 
     @property
     def has_head(self) -> bool:
@@ -83,8 +100,15 @@ class HeadConfig(TransformerConfig):
         return bool(self.pooling or self.head_widths)
 
     @property
+    def weighs_tokens(self) -> bool:
+        """Whether the head makes a weight for each token of the vocabulary."""
+        return self.pooling[:1] != () and self.pooling[0].startswith("splade")
+
+    @property
     def d_head_output(self) -> int:
         """Width of the head's output, for a text or each token."""
+        if self.weighs_tokens:
+            return self.vocabulary_size
         return self.head_widths[-1] if self.head_widths else self.d_model * len(self.pooling)
 
 
@@ -97,6 +121,28 @@ class WithHead(Transformer):
         """See `Transformer.build`."""
         super().build()
         self.head = Head(self.config)
+
+
+class WithTokenWeights(Transformer):
+    """An encoder whose logits are pooled to a sparse vector, as in SPLADE."""
+
+    config: HeadConfig
+
+    def build(self) -> None:
+        """See `Transformer.build`."""
+        super().build()
+        self.head = self.weigh
+
+    def weigh(self, hidden: Tensor, mask: Tensor) -> Tensor:
+        """Returns the weights of hidden states: [batch, vocabulary]; arguments as `Head`."""
+        return pooled(self.logits(hidden), mask, self.config.pooling[0])
+
+    def answers(self, source: Tensor, source_mask: Tensor) -> dict[str, Tensor]:
+        """See `Transformer.answers`; logits are computed once."""
+        hidden = self.encode(source, source_mask)
+        logits = self.logits(hidden)
+        weights = pooled(logits, source_mask, self.config.pooling[0])
+        return {"hidden": hidden, "head": weights, "logits": logits}
 
 
 class Head(nn.Module):
@@ -169,16 +215,20 @@ def pooled(hidden: Tensor, mask: Tensor, kind: Pooling) -> Tensor:
     """Makes one vector of the hidden states of each text.
 
     Args:
-        hidden: [batch, length, d_model]
+        hidden: [batch, length, d_model]; for "splade" logits [batch, length, vocabulary].
         mask: [batch, length] bool, True at a token; padding comes after the tokens.
         kind: See `Pooling`.
 
     Returns:
-        [batch, d_model]
+        [batch, width], of the width of `hidden`.
     """
     if kind == "first":
         return hidden[:, 0]
     there = mask[..., None]
+    if kind.startswith("splade"):
+        weights = torch.log1p(F.relu(hidden.masked_fill(~there, 0.0)))
+        weights = torch.log1p(weights) if "log" in kind else weights
+        return weights.amax(dim=1) if kind.endswith("max") else weights.sum(dim=1)
     if kind == "max":
         return hidden.masked_fill(~there, -torch.inf).amax(dim=1)
     hidden, ones = hidden.masked_fill(~there, 0.0), mask.to(hidden.dtype)

@@ -10,17 +10,20 @@ from transferry.runtime.bundle.head import HeadSettings
 from transferry.runtime.engine.preprocess import EncodedRow, LongRows, WorkItem, checked_texts
 from transferry.runtime.engine.prompts import Asked, Encodable, Parts, Prompt, encode_prompt
 from transferry.runtime.engine.result import NOT_FINITE, Results, RowError, RowResult
-from transferry.runtime.engine.tasks.heads import EncoderCall, default_long_rows
+from transferry.runtime.engine.tasks.heads import EncoderCall, default_long_rows, written
 from transferry.runtime.engine.tasks.task import (
     Bounds,
     Difference,
     Layout,
+    OutputFormat,
     Page,
-    RowOptions,
     Task,
+    TopOptions,
     columns,
     is_encoder,
 )
+from transferry.runtime.errors import Option, UsageError
+from transferry.runtime.settings import Count, check_value
 
 if TYPE_CHECKING:
     import numpy as np
@@ -52,8 +55,39 @@ class EmbeddingResult(RowResult):
         return self._error() or {"vector": self.vector}
 
 
+@dataclass(frozen=True)
+class SparseResult(RowResult):
+    """Sparse vector of one input row, the largest weights first.
+
+    Attributes:
+        indices: Ids of the tokens with a weight.
+        weights: Their weights, float32 and above 0.
+        tokens: These tokens, as the tokenizer's vocabulary spells them.
+    """
+
+    indices: tuple[int, ...] = ()
+    weights: tuple[float, ...] = ()
+    tokens: tuple[str, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """Numbers that it holds, roughly."""
+        return self.source_tokens + 4 * len(self.indices)
+
+    def _answer(self, n_best: int) -> dict[str, Any]:
+        weights = [written(each, single=True) for each in self.weights]
+        return self._error() or {"weights": dict(zip(self.tokens, weights, strict=True))}
+
+    def cells(self, n_best: int = 1) -> dict[str, Any]:
+        """Returns the values of a table's columns: ids of tokens, and their weights."""
+        cells = super().cells(n_best)
+        if (weights := cells.pop("weights", None)) is not None:
+            cells |= {"indices": [*self.indices], "values": [*weights.values()]}
+        return cells
+
+
 @dataclass(frozen=True, kw_only=True)
-class EmbedOptions(RowOptions):
+class EmbedOptions(TopOptions):
     """Options of embed.
 
     Attributes:
@@ -68,14 +102,18 @@ class EmbedOptions(RowOptions):
     prompt: str | None = None
 
 
+SPARSE = columns(indices=["integer"], values=["float"])
+
+
 class Embed(Task):
     """Vectors of texts."""
 
     name = "embed"
     options = EmbedOptions
+    in_json = columns(weights="text")
     columns = columns(vector="vector")
     answer = "vector"
-    formats = ("npy", "parquet", "jsonl", "openai")
+    formats: tuple[OutputFormat, ...] = ("npy", "parquet", "jsonl", "openai")
     default_format = "text"  # not among `formats`: the output of a job must name its format
     page = Page("Embed")
 
@@ -83,6 +121,11 @@ class Embed(Task):
         super().__init__(engine, options, layout)
         self.long_rows = options.long_rows or default_long_rows(engine)
         self.width = embedding_width(engine, options.pooling)
+        if sparse(engine, options.pooling):
+            self.width, self.formats = 0, ("parquet", "jsonl")
+            self.columns = SPARSE
+        elif options.top is not None:
+            raise UsageError(Option("top"), " has no effect on dense vectors; leave it out")
 
     @classmethod
     def fits(cls, bundle: Bundle) -> bool:
@@ -102,11 +145,36 @@ class Embed(Task):
         return asked[0] if len(asked) == 1 else Parts(asked)
 
     def same(self, row: Any, again: Any, bounds: Bounds) -> Difference:
+        if isinstance(row, SparseResult):
+            return _same_weights(row, again, bounds)
         largest = abs(again.vector).max(initial=0.0)
         error = float(abs(row.vector - again.vector).max(initial=0.0) / (largest or 1.0))
         if error <= bounds.vector:
             return "", 0
         return f"a vector {error:.1e} of its largest entry away, at most {bounds.vector:.1e}", 0
+
+
+def _same_weights(row: SparseResult, again: SparseResult, bounds: Bounds) -> Difference:
+    """Compares sparse vectors, which leave small weights out."""
+    known = [dict(zip(each.indices, each.weights, strict=True)) for each in (row, again)]
+    # `top` may leave out weights near the smallest, and gives vectors of one length; otherwise
+    # only weights near 0 are left out.
+    alike = len(row.indices) == len(again.indices)
+    cut = max(min(each.values(), default=0.0) for each in known) if alike else 0.0
+    errors = [
+        abs(known[0].get(token, cut) - known[1].get(token, cut))
+        for token in {*row.indices, *again.indices}
+    ]
+    error = max(errors, default=0.0) / max(again.weights, default=1.0)
+    if error <= bounds.vector:
+        return "", 0
+    return f"a weight {error:.1e} of the largest away, at most {bounds.vector:.1e}", 0
+
+
+def sparse(engine: OpenBundle, pooling: Pooling | None) -> bool:
+    """Whether the vectors are sparse: those of the bundle's own head."""
+    head = engine.bundle.manifest.head
+    return pooling is None and head is not None and head.vectors == "sparse"
 
 
 def embed(
@@ -116,8 +184,9 @@ def embed(
     pooling: Pooling | None = None,
     normalise: bool = False,
     prompt: str | None = None,
+    top: int | None = None,
     long_rows: LongRows | None = None,
-) -> Results[EmbeddingResult]:
+) -> Results[Any]:
     """Embeds texts, in order and in bounded memory.
 
     Args:
@@ -128,16 +197,27 @@ def embed(
             Default: what the bundle's head does, else "mean".
         normalise: Divide each vector by its Euclidean norm.
         prompt: Name of a text of the bundle's to put before each text. Default: the bundle's.
+        top: Weights of a sparse vector to keep, the largest. Default: all.
         long_rows: Treatment of texts longer than the model's positions, or than the bundle's
             longest row: "error", or "truncate" to embed their beginning. Default: "truncate" where
             the bundle has a longest row, else "error".
 
+    Returns:
+        An `EmbeddingResult` for each text, or a `SparseResult` where the bundle's head weighs the
+        tokens of its vocabulary.
+
     Raises:
-        UsageError: The bundle is not encoder-only, it has no such prompt, or `long_rows` is
-            "split".
+        UsageError: The bundle is not encoder-only, it has no such prompt, `long_rows` is "split",
+            or `top` is given for dense vectors.
     """
     encoders = engine.encoders
-    call = _Call(engine, pooling, normalise, prompt, long_rows)
+    kind = _SparseCall if sparse(engine, pooling) else _Call
+    call = kind(engine, pooling, normalise, prompt, long_rows)
+    if top is not None:
+        check_value("top", top, Count)
+        if not isinstance(call, _SparseCall):
+            raise UsageError(Option("top"), " has no effect on dense vectors; leave it out")
+        call.top = top
     return engine.map(checked_texts(texts, Asked), call.prepare, call.compute, encoders)
 
 
@@ -176,9 +256,13 @@ class _Call(EncoderCall):
         self.prompt = head.prompt(prompt)
         self.no_vector = np.full(embedding_width(engine, pooling), np.nan, np.float32)
 
+    def failed(self, text: str, tokens: int, error: RowError) -> RowResult:
+        """Returns the result of an error."""
+        return EmbeddingResult(text, tokens, self.no_vector, error=error)
+
     def prepare(
         self, texts: list[str | RowError | Asked]
-    ) -> list[WorkItem[_EmbeddedRow] | EmbeddingResult]:
+    ) -> list[WorkItem[_EmbeddedRow] | RowResult]:
         asked = [text if isinstance(text, Asked) else Asked(text) for text in texts]
         prompted = [
             self.prompt + text if isinstance(text, str) and text.strip() else text
@@ -193,15 +277,15 @@ class _Call(EncoderCall):
         ]
         return list(map(self._item, asked, encoded))
 
-    def _item(self, asked: Asked, row: EncodedRow) -> WorkItem[_EmbeddedRow] | EmbeddingResult:
+    def _item(self, asked: Asked, row: EncodedRow) -> WorkItem[_EmbeddedRow] | RowResult:
         source = asked.source
         text = source if isinstance(source, str) else row.text
         if row.error is not None:
-            return EmbeddingResult(row.text and text, row.tokens, self.no_vector, error=row.error)
+            return self.failed(row.text and text, row.tokens, row.error)
         named = {**vars(row), "text": text}
         return WorkItem(_EmbeddedRow(**named, dimensions=asked.dimensions), len(row.ids))
 
-    def result(self, row: _EmbeddedRow, found: Scores) -> EmbeddingResult:
+    def result(self, row: _EmbeddedRow, found: Scores) -> RowResult:
         import numpy as np
 
         if self.output == "head":
@@ -217,3 +301,30 @@ class _Call(EncoderCall):
         error = None if np.isfinite(vector).all() else NOT_FINITE
         vector = self.no_vector if error else vector.astype(np.float32)
         return EmbeddingResult(row.text, len(row.ids), vector, error=error, truncated=row.truncated)
+
+
+class _SparseCall(_Call):
+    top: int | None = None
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.names = {token: name for name, token in self.tokenizer.vocabulary().items()}
+
+    def failed(self, text: str, tokens: int, error: RowError) -> RowResult:
+        return SparseResult(text, tokens, error=error)
+
+    def result(self, row: _EmbeddedRow, found: Scores) -> SparseResult:
+        import numpy as np
+
+        named: dict[str, Any] = {"truncated": row.truncated}
+        weights = found.astype(np.float64)
+        if self.normalise:
+            weights /= max(float(np.linalg.norm(weights)), np.finfo(np.float64).tiny)
+        if not np.isfinite(weights).all():
+            return SparseResult(row.text, len(row.ids), error=NOT_FINITE, **named)
+        kept = np.argsort(-weights, kind="stable")[: self.top]
+        kept = kept[weights[kept] > 0]
+        values = weights[kept].astype(np.float32).tolist()
+        tokens = tuple(str(self.names.get(token, f"<{token}>")) for token in kept.tolist())
+        both = tuple(kept.tolist()), tuple(values)
+        return SparseResult(row.text, len(row.ids), *both, tokens, **named)

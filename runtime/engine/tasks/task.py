@@ -51,7 +51,8 @@ class TopOptions(RowOptions):
     """Options of tasks with several answers.
 
     Attributes:
-        top: Candidates per mask, or answers per row. Default: 5; of answer 1.
+        top: Candidates per mask, answers per row, or weights of a sparse vector. Default: 5; of
+            answer 1, of embed all.
     """
 
     top: Count | None = None
@@ -145,6 +146,7 @@ class Task(ABC):
         options: Type of its options.
         elsewhere: Options that `settings` leaves out: another key of a fingerprint holds them.
         columns: Types of its own columns in a table, in order; every task has more.
+        in_json: Further columns in JSON.
         answer: The column with the answer.
         formats: Formats of its records.
         default_format: Format of an output whose name tells none.
@@ -162,8 +164,9 @@ class Task(ABC):
     options: ClassVar[type[RowOptions]]
     elsewhere: ClassVar[frozenset[str]] = frozenset({"long_rows"})
     columns: Mapping[str, Kind]
+    in_json: ClassVar[Mapping[str, Kind]] = {}
     answer: ClassVar[str] = "text"
-    formats: ClassVar[tuple[OutputFormat, ...]] = TABLES
+    formats: tuple[OutputFormat, ...] = TABLES
     default_format: ClassVar[OutputFormat] = "jsonl"
     has_canary: ClassVar[bool] = True
     page: ClassVar[Page | None] = None

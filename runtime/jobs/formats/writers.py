@@ -68,7 +68,7 @@ def open_writer(
             column was chosen that is not there.
     """
     kind, compression = TASKS[task], named_format(path)[1]
-    format = _chosen_format(path, format, rows, kind)
+    format = _chosen_format(path, format, rows, kind, kinds)
     if format in ("npy", "parquet") and str(path) == "-":
         raise UsageError(f"{format} cannot go to standard output; name a file with --out")
     if format in ("npy", "parquet") and compression:
@@ -88,7 +88,9 @@ def open_writer(
         return join_writer(format, compression, width=width)
     # JSON has its own fields, with lists where a table has columns.
     kinds = kind.columns if kinds is None or format == "jsonl" else kinds
-    own = _own_columns(kinds, format, n_best=n_best > 1 or rows.format == "openai")
+    own = _own_columns(
+        {**kinds, **kind.in_json}, format, n_best=n_best > 1 or rows.format == "openai"
+    )
     is_table = format != "jsonl"
     columns = output_columns(rows, own, kind.answer, choice, is_table=is_table)
     schema = _schema(rows, columns, width) if format == "parquet" else None
@@ -131,7 +133,11 @@ def join_writer(
 
 
 def _chosen_format(
-    path: Path, format: OutputFormat | None, rows: Layout, task: type[Task]
+    path: Path,
+    format: OutputFormat | None,
+    rows: Layout,
+    task: type[Task],
+    kinds: Mapping[str, Kind] | None,
 ) -> OutputFormat:
     """Returns the format by option, input or name; raises UsageError if the task has no such."""
     name, _ = named_format(path)
@@ -151,6 +157,8 @@ def _chosen_format(
             f"task {task.name} writes {' or '.join(task.formats)}, not {format}; name another "
             "--out or --format"
         )
+    if format in ("npy", "openai") and "indices" in (kinds or ()):
+        raise UsageError(f"{format} holds no sparse vectors; name a .parquet or .jsonl file")
     if format == "openai" and rows.format != "openai":
         raise UsageError(
             f"{path}: responses answer requests, and {rows.path} is read as {rows.format}; add "
@@ -166,6 +174,7 @@ def _own_columns(
     own = dict(kinds)
     if format == "jsonl":
         return {"source": "text", **own, "truncated": "boolean", "error": "text"}
+    own.pop("weights", None)
     own.pop("scores", None)
     listed = {"n_best": own.pop("n_best")} if "n_best" in own else {}
     # Beside vectors in Parquet, texts would only take up space.
