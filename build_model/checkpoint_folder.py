@@ -15,7 +15,7 @@ from typing import Any
 
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.io.documents import read_document
-from transferry.runtime.io.folders import found_at, is_bundle, is_checkpoint
+from transferry.runtime.io.folders import found_at, is_bundle, is_checkpoint, names_function
 from transferry.runtime.io.outputs import foreign_member, require_own
 from transferry.runtime.settings import foreign_settings, read_settings, write_settings
 from transferry.runtime.stopping import at_stop, held
@@ -108,11 +108,13 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def is_pretrained(folder: Path) -> bool:
-    """Whether a folder is one for `import`, sound or not, rather than a checkpoint.
+    """Whether a folder is one for `import`, sound or not, and no checkpoint or module:function.
 
     Raises:
         InputError: It is a bundle, absent, or a damaged checkpoint.
     """
+    if names_function(str(folder)):
+        return False
     config = folder / CONFIG
     record = read_document(config, dict[str, Any], REMEDY) if config.is_file() else {}
     if "model_type" in record:

@@ -14,6 +14,7 @@ from transferry.runtime.console.shared_options import (
     OUTPUT,
     card_options,
     configurable,
+    explicit,
     option,
 )
 from transferry.runtime.errors import UsageError
@@ -31,6 +32,11 @@ Examples:
 @configurable
 @click.argument("checkpoint", metavar="CHECKPOINT", type=FILE)
 @option("--out", type=OUTPUT, required=True, help="Bundle folder.")
+@option(
+    "--tokenizer",
+    type=FILE,
+    help="Of a module: a tokenizer.json, SentencePiece model, list of words, or folder with one.",
+)
 @option(
     "--keep",
     type=OUTPUT,
@@ -72,6 +78,7 @@ def export(
     checkpoint: Path,
     out: Path,
     keep: Path | None,
+    tokenizer: Path | None,
     force: bool,
     text: Path | None,
     variants: tuple[str, ...],
@@ -83,17 +90,22 @@ def export(
 ) -> None:
     """Export CHECKPOINT as a verified bundle.
 
-    CHECKPOINT is a folder of `train` or `import`, or any folder that `import` reads. A bundle
-    holds graphs, weights, tokenizer and reference answers. If an answer differs from torch's, the
-    command writes nothing and exits with 4.
+    CHECKPOINT is a folder of `train` or `import`, any folder that `import` reads, or
+    MODULE:FUNCTION, a function that returns a torch module. A bundle holds graphs, weights,
+    tokenizer and reference answers. If an answer differs from torch's, the command writes nothing
+    and exits with 4.
     """
     from transferry.build_model.checkpoint_folder import is_pretrained
     from transferry.export.bundle_folder import require_replaceable
     from transferry.export.recipes import recipe_of
+    from transferry.runtime.io.folders import names_function
     from transferry.runtime.io.lines import some_lines
 
     if one_graph_beam > 1 and not one_graph:
         raise UsageError("--one-graph-beam has no effect without --one-graph")
+    own = names_function(str(checkpoint))
+    if own and "variants" not in explicit(click.get_current_context()):
+        variants = ()  # fusion knows the reference's modules
     for name in variants:
         recipe_of(name, calibrated=calibrate is not None)
     require_replaceable(out, force=force)
@@ -106,10 +118,12 @@ def export(
     from transferry.export.trace.graph import Traces
 
     if texts is None:
-        texts = [] if imports else load_samples(checkpoint)
+        texts = [] if imports or own else load_samples(checkpoint)
     with progress(quiet) as show_phase:
         importing = {"force": force, "say": teller(quiet), "show": show_phase}
-        trained = load_reference(checkpoint, keep, beside=out, importing=importing)
+        trained = load_reference(
+            checkpoint, keep, beside=out, importing=importing, tokenizer=tokenizer
+        )
         bundle = export_bundle(
             replace(trained, card=trained.card.stating(**card)),
             out,

@@ -114,7 +114,7 @@ Examples:
 @_compared(
     "--checkpoint",
     type=FILE,
-    help="Checkpoint or imported folder of BUNDLE, to compare with its torch model.",
+    help="Source of BUNDLE, to compare with its torch model, as for `export`.",
 )
 @_compared(
     "--text",
@@ -166,6 +166,7 @@ def verify(bundle_folder: Path, **options: Any) -> None:
     from transferry.export.report.write import write_report
     from transferry.runtime.bundle.bundle import Bundle
     from transferry.runtime.engine.choose import fastest
+    from transferry.runtime.io.folders import names_function
     from transferry.runtime.io.lines import some_lines
     from transferry.runtime.ort.open_model import open_model
     from transferry.runtime.ort.session import SessionOptions
@@ -174,7 +175,12 @@ def verify(bundle_folder: Path, **options: Any) -> None:
     from transferry.runtime.proof.certificates.signature import load_private_key
     from transferry.runtime.proof.certificates.strength import STRENGTHS
 
-    imports = checkpoint is not None and is_pretrained(checkpoint)
+    without = checkpoint and (names_function(str(checkpoint)) or is_pretrained(checkpoint))
+    if without and options["self_test"] and names_function(str(checkpoint)):
+        raise UsageError(
+            f"--self-test knows the weights of the reference alone, not those of {checkpoint}; "
+            "plant faults in its graphs with audit --plant"
+        )
     texts, targets = (some_lines(path) if path else None for path in (text, target))
     if date:
         date = check_date(date)
@@ -201,8 +207,8 @@ def verify(bundle_folder: Path, **options: Any) -> None:
             from transferry.export.trace.graph import Traces
             from transferry.export.verify import Request, verify_against
 
-            trained = load_reference(checkpoint)
-            samples = [] if imports else load_samples(checkpoint)
+            trained = load_reference(checkpoint, tokenizer=bundle.tokenizer)
+            samples = [] if without else load_samples(checkpoint)
             kept = fitting(samples, trained.tokenizer, trained.model.config)
             report = verify_against(
                 trained,

@@ -11,6 +11,7 @@ import onnx
 from transferry.build_model.allocator import return_memory
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.build_model.model.transformer import Transformer
+from transferry.build_model.own.model import OwnModel
 from transferry.export.blame.backends import ReferenceBackend
 from transferry.export.blame.one_layer import check_one_layer
 from transferry.export.blame.plain_decoder import plain_model
@@ -69,7 +70,8 @@ def prove_variant(
     if "cpu" not in variant.providers and (obstacle := cuda_obstacle()) is not None:
         say(f"variant {variant.name} is not verified: {obstacle.missing}")
         return
-    large = checkpoint if parameters(checkpoint.model) > LARGE else None
+    own = isinstance(checkpoint.model, OwnModel)  # whose layers are unknown
+    large = checkpoint if parameters(checkpoint.model) > LARGE and not own else None
     check_bundle(bundle, variant, large=large).require()
     if not Precision.of(variant.precision).rounded:
         return

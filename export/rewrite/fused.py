@@ -7,6 +7,7 @@ import copy
 import torch
 
 from transferry.build_model.model.transformer import Transformer
+from transferry.build_model.own.model import OwnModel
 from transferry.export.recipes import Recipe
 from transferry.export.rewrite.calibration import Calibration
 from transferry.export.rewrite.encoder_attention import attentions_to_fuse, fuse_attentions
@@ -21,7 +22,7 @@ from transferry.export.trace.editing import drop_unused
 from transferry.export.trace.graph import Graph, Traces
 from transferry.export.trace.in_place import export_fused_graphs
 from transferry.export.trace.portable import export_graphs
-from transferry.runtime.errors import ParityError
+from transferry.runtime.errors import ParityError, UsageError
 from transferry.runtime.precision import FLOAT32
 
 
@@ -61,6 +62,12 @@ def fused_graphs(
     Raises:
         ParityError: A linear layer or an attention of the encoder was not replaced.
     """
+    own = isinstance(model, OwnModel)
+    if own and model.config.decoder_layers:
+        raise UsageError(
+            f"variant {recipe.name} writes the cache in place, as only the reference's decoder "
+            "does; choose --variant portable or portable-int8 for a module of your own"
+        )
     if model.config.decoder_layers:
         graphs = export_fused_graphs(model, cache_type, traces)
     else:
@@ -69,11 +76,13 @@ def fused_graphs(
     for key, graph in graphs.items():
         linears += Fusion(graph, kernels).run()
         if key == "encoder" and recipe.on_cpu:
-            expected, found = attentions_to_fuse(model.config), fuse_attentions(graph)
+            found = fuse_attentions(graph)
+            expected = found if own else attentions_to_fuse(model.config)
             require_all(recipe, "attentions of the encoder in one operator", expected, found)
         kernels.look_up(graph.model.graph)
         drop_unused(graph.model.graph)
-    require_all(recipe, "linear layers in the graphs", linear_layers(model), linears)
+    expected = linears or 1 if own else linear_layers(model)
+    require_all(recipe, "linear layers in the graphs", expected, linears)
     return graphs
 
 

@@ -14,7 +14,8 @@ from transferry.build_model.checkpoint import Checkpoint, load_checkpoint
 from transferry.build_model.checkpoint_folder import is_pretrained
 from transferry.build_model.importing.huggingface.importer import import_pretrained
 from transferry.runtime.errors import UsageError
-from transferry.runtime.io.folders import staged_folder, temporary_folder
+from transferry.runtime.io.folders import names_function, staged_folder, temporary_folder
+from transferry.runtime.tokenizer.byte_pair import AnyTokenizer
 
 
 def load_reference(
@@ -23,19 +24,28 @@ def load_reference(
     *,
     beside: Path | None = None,
     importing: Mapping[str, Any] = MappingProxyType({}),
+    tokenizer: Path | AnyTokenizer | None = None,
 ) -> Checkpoint:
-    """Reads a checkpoint, or imports a folder into one.
+    """Reads a checkpoint, imports a folder into one, or calls a function for a module.
 
     Args:
         folder: The folder.
         kept: Checkpoint to import into. Default: a temporary one.
         beside: Path beside which the temporary checkpoint is made. Default: TMPDIR.
         importing: Options of `import_pretrained`.
+        tokenizer: Of a module: a path, or the tokenizer of the bundle beside it.
 
     Raises:
         InputError: It is neither, or cannot be imported.
         UsageError: The tokenizer's library is not installed, or there is nothing to import.
     """
+    function = named_function(str(folder), "")
+    if function is None and isinstance(tokenizer, Path):
+        raise UsageError(f"{folder} has a tokenizer of its own; leave --tokenizer out")
+    if function is not None:
+        from transferry.build_model.own.load import load_own
+
+        return load_own(function, str(folder), tokenizer)
     if not is_pretrained(folder):
         if kept is not None:
             raise UsageError(f"{folder} is a checkpoint, so none is kept; leave --keep out")
@@ -48,7 +58,7 @@ def load_reference(
         return load_checkpoint(kept)
 
 
-def named_function(reference: str) -> Callable[[], Any] | None:
+def named_function(reference: str, option: str = "--reference ") -> Callable[[], Any] | None:
     """Returns the function that `module:function` names; None if it is the path of a folder.
 
     The current folder is looked into first, as `python -m` does.
@@ -56,16 +66,16 @@ def named_function(reference: str) -> Callable[[], Any] | None:
     Raises:
         UsageError: There is no such module or function, or importing it fails.
     """
-    module, colon, name = reference.partition(":")
-    if not colon or Path(reference).exists() or not module.replace(".", "").isidentifier():
+    if not names_function(reference):
         return None
+    module, _, name = reference.partition(":")
     sys.path.insert(0, str(Path.cwd()))
     try:
         found = getattr(importlib.import_module(module), name, None)
     except (Exception, SystemExit) as error:  # the user's own code may raise anything
-        raise UsageError(f"--reference {reference}: importing {module} failed: {error}") from error
+        raise UsageError(f"{option}{reference}: importing {module} failed: {error}") from error
     finally:
         sys.path.pop(0)
     if not callable(found):
-        raise UsageError(f"--reference {reference}: {module} has no function {name!r}")
+        raise UsageError(f"{option}{reference}: {module} has no function {name!r}")
     return found  # type: ignore[no-any-return]

@@ -327,7 +327,11 @@ def _should_fold(node: ir.Node) -> bool | None:
     folding the 1 + weight of a norm would hide which weight it was.
     """
     weights = (each for each in node.inputs if each is not None and each.is_initializer())
-    of_weight = any(str(each.name).endswith(".weight") for each in weights)
+    names = [str(each.name) for each in weights]
+    # A module of the user's own may compute anything of its weights, which verify finds by name.
+    if any(name.startswith("model.module.") for name in names):
+        return False
+    of_weight = any(name.endswith(".weight") for name in names)
     return False if node.op_type == "Transpose" or (node.op_type == "Add" and of_weight) else None
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from transferry.build_model.model.recurrence import CellState
 from transferry.build_model.model.transformer import Transformer
+from transferry.build_model.own.model import OwnModel, refused_trace
 from transferry.export.trace.graph import (
     Graph,
     Module,
@@ -118,4 +119,9 @@ def export_graphs(
         ),
     }
     chosen = {name: modules[name] for name in names or GRAPHS[config.architecture]}
-    return export_modules(chosen, traces=traces)
+    try:
+        return export_modules(chosen, traces=traces)
+    except Exception as error:  # the exporter raises errors of many kinds
+        if not isinstance(model, OwnModel):
+            raise
+        raise refused_trace(error) from error

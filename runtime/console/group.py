@@ -18,6 +18,7 @@ import click
 from transferry.runtime.console.logs import as_logged, log_line, logs_json
 from transferry.runtime.console.memory import TORCH_COMMANDS, out_of_memory, require_memory
 from transferry.runtime.errors import InputError, TransferryError, UsageError, install_command
+from transferry.runtime.io.folders import names_function
 from transferry.runtime.io.outputs import STANDARD_STREAM, require_apart, require_own
 from transferry.runtime.jobs.formats.remote_file import (
     HIDDEN,
@@ -220,7 +221,7 @@ class CheckedCommand(click.Command):
 def _require_there(inputs: Iterable[Path]) -> None:
     """Raises InputError for an argument that is missing, before torch is imported."""
     for path in inputs:
-        if not path.exists():
+        if not path.exists() and not names_function(str(path)):
             raise InputError(f"{path}: cannot be read: No such file or directory.")
 
 

@@ -23,6 +23,12 @@ _IMPORTED = {
 }
 
 
+def names_function(reference: str) -> bool:
+    """Whether a reference is `module:function`, and no path."""
+    module, colon, _ = reference.partition(":")
+    return bool(colon) and module.replace(".", "").isidentifier() and not Path(reference).exists()
+
+
 def is_bundle(folder: Path) -> bool:
     """Whether a folder has the manifest of a bundle, valid or not."""
     return (folder / "manifest.json").is_file()

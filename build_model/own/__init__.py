@@ -1,0 +1,1 @@
+"""Modules of the user's own, as models for export."""
