@@ -13,6 +13,7 @@ from transferry.build_model.model.attention import KeyValues, Rotation, attend
 from transferry.build_model.model.config import ModelConfig
 from transferry.build_model.model.layers import FeedForward, rotary_angles, rotary_rates
 from transferry.build_model.model.norms import RMSNorm, make_norm
+from transferry.build_model.model.parts.disentangled import Disentangled
 from transferry.build_model.model.transformer import Transformer, greedy
 
 SHAPE = ModelConfig(
@@ -206,3 +207,14 @@ def test_greedy_of_pairs_is_unchanged_by_a_deep_encoder() -> None:
         for cached in (True, False)
     ]
     assert rows[0] == rows[1]
+
+
+@pytest.mark.parametrize(("span", "longest"), [(256, 512), (9, 64), (64, 0)])
+def test_vectors_of_distances_are_deberta_s(span: int, longest: int) -> None:
+    theirs = pytest.importorskip("transformers.models.deberta_v2.modeling_deberta_v2")
+    tokens = torch.empty(1, 64 if longest < 512 else 512, 1)
+    wanted = theirs.build_relative_position(tokens, tokens, span if longest else -1, longest)
+    length = tokens.shape[1]
+    rows = Disentangled(span, longest, True, True, False, False).rows(length - 1)
+    distance = torch.arange(length)[:, None] - torch.arange(length) + length - 1
+    assert (rows[distance] == (wanted[0] + span).clamp(0, 2 * span - 1)).all()
