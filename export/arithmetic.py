@@ -23,6 +23,9 @@ from transferry.build_model.model.transformer import Transformer
 # 134 million parameters.
 KEPT = 1 << 30
 FLOAT64 = 8  # bytes
+# By how many steps values are moved before they are rounded, or a function of the
+# values, their scale, and the least and the largest integer, that returns integers.
+Shift = float | Callable[[Tensor, Any, int, int], Tensor]
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class Rounded:
     integers: Tensor
     scales: Tensor
     inputs: int
-    round_input: Callable[[Tensor, float], Tensor]
+    round_input: Callable[[Tensor, Any], Tensor]
     exact: Tensor | None = None
     wide: Sequence[int] = ()
 
@@ -71,7 +74,7 @@ class Arithmetic(TorchFunctionMode):
         model: Transformer,
         dtype: torch.dtype,
         rounded: Mapping[str, Rounded] | None = None,
-        shift: float = 0.0,
+        shift: Shift = 0.0,
         kept: dict[int, Tensor] | None = None,
     ) -> None:
         """Takes the model, which must live as long.
@@ -80,11 +83,12 @@ class Arithmetic(TorchFunctionMode):
             model: The model in float32.
             dtype: The precision: float32 or float64.
             rounded: The weights that are rounded, by their parameters' names.
-            shift: By how many steps inputs are moved before they are rounded.
+            shift: By how many steps inputs are moved before they are rounded; see `Shift`.
             kept: Where to keep converted weights, for several of this model and precision.
         """
         super().__init__()
-        self.dtype, self.shift = dtype, shift
+        self.dtype = dtype
+        self.shift: Any = shift
         named = dict(model.named_parameters())
         self._rounded = {id(named[name]): each for name, each in (rounded or {}).items()}
         # Positions are a formula: in float64 they are computed, not widened.
@@ -139,13 +143,15 @@ class Arithmetic(TorchFunctionMode):
         return weight
 
 
-def round_to(x: Tensor, scale: Tensor | float, shift: float, least: int, most: int) -> Tensor:
+def round_to(x: Tensor, scale: Tensor | float, shift: Shift, least: int, most: int) -> Tensor:
     """Rounds to multiples of a scale, ties to even, between `least` and `most` of them."""
+    if callable(shift):
+        return shift(x, scale, least, most).mul_(scale)
     # In place: each copy of a long case is as large as its activations.
     return (x / scale).add_(shift).round_().clamp_(least, most).mul_(scale)
 
 
-def round_blocks(x: Tensor, shift: float, block: int, most: int = 127) -> Tensor:
+def round_blocks(x: Tensor, shift: Shift, block: int, most: int = 127) -> Tensor:
     """Rounds each block of the last dimension to `most` steps of its largest value.
 
     Args:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -58,6 +59,16 @@ class TorchDecoder:
         if FLOAT64 * sum(each.numel() for each in model.parameters()) > KEPT:
             return cls(model, Arithmetic(model, torch.float64))
         return cls(copy.deepcopy(model).double())
+
+    @contextlib.contextmanager
+    def rounding(self, by: Any) -> Iterator[None]:
+        """While entered, rounds to integers as `by` says, see `arithmetic.round_to`."""
+        assert isinstance(self._arithmetic, Arithmetic)
+        before, self._arithmetic.shift, self._begun = self._arithmetic.shift, by, None
+        try:
+            yield
+        finally:
+            self._arithmetic.shift, self._begun = before, None
 
     @torch.inference_mode()
     def start(self, source: Ids, mask: Mask) -> TorchState:

@@ -36,7 +36,7 @@ from transferry.export.checks.tasks import ServedTasks, encoder_tasks
 from transferry.export.checks.texts import calibrated, feeding, given_answers
 from transferry.export.checks.weights import ANOTHER, WEIGHTS, weights_claim
 from transferry.export.faults.self_test import self_test
-from transferry.export.oracle.cases import random_sources, source_of
+from transferry.export.oracle.cases import lines, random_sources, source_of
 from transferry.export.oracle.effort import ALL, Effort, parameters
 from transferry.export.oracle.oracle import Oracle
 from transferry.export.oracle.served import REPLICAS
@@ -200,6 +200,8 @@ class Verification:
         batches = replace(batches, rows=min(batches.rows, effort.batch_rows or batches.rows))
         text = text_of(checkpoint, request)
         cases = effort.cases(oracle.config, text.sources, batches.rows, precision.integers)
+        if subject.shown is not None:
+            cases += lines(oracle.config, text.sources, special.pad_id)
         compared = effort.anew and effort.files
         with files.timed(GRAPHS):
             fresh = fresh_graphs(checkpoint.model, *given, traces) if compared else None

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transferry.build_model.model.config import ModelConfig
+from transferry.runtime.decoding.search import pad_sources
 from transferry.runtime.errors import InputError
 from transferry.runtime.proof.compare import Case
 from transferry.runtime.tokenizer.byte_pair import AnyTokenizer
@@ -20,6 +21,7 @@ LARGEST_LOGITS = 1 << 26  # of the largest batch: 512 MB in float64
 MOST_TOKENS = 4096  # of a source that runs through the vocabulary
 LONGEST_ROW = 64
 SINGLE_TOKENS = 64
+LINES, LINE_TOKENS = 32, 24  # of a case of text, and tokens of its targets
 
 
 def sizes(config: ModelConfig, *, seed: int = 0) -> Iterator[Case]:
@@ -98,6 +100,18 @@ def vocabulary(config: ModelConfig, *, seed: int = 0) -> Iterator[Case]:
         target = np.resize(targets, (max(1, rows), length))
         source = np.resize(sources, (len(target), 0 if alone else 1))
         yield _unpadded("vocabulary of the target", source, target)
+
+
+def lines(config: ModelConfig, sources: Sequence[Sequence[int]], pad_id: int) -> Iterator[Case]:
+    """Yields cases of the text, a few lines each; each line is the target of the line before."""
+    columns = LINE_TOKENS if config.decoder_layers else 1
+    rows = max(1, min(LINES, MOST_LOGITS // (columns * config.vocabulary_size)))
+    for first in range(0, len(sources), rows):
+        source, mask = pad_sources(sources[first : first + rows], pad_id)
+        room = config.max_positions - (0 if config.encoder_layers else source.shape[1])
+        target = np.roll(source, 1, axis=0)[:, : min(LINE_TOKENS, room)] % config.vocabulary_size
+        target = target if config.decoder_layers else target[:, :0]
+        yield Case(f"lines {first + 1} to {first + len(source)}", source, mask, target, 0)
 
 
 def _unpadded(name: str, source: NDArray[np.int64], target: NDArray[np.int64]) -> Case:

@@ -14,12 +14,13 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from transferry.build_model.model.attention import KeyValues, MultiHeadAttention, Rotation
 from transferry.build_model.model.transformer import Transformer
-from transferry.export.arithmetic import Arithmetic, Rounded, round_blocks, round_to
+from transferry.export.arithmetic import Arithmetic, Rounded, Shift, round_blocks, round_to
 from transferry.export.rewrite.calibration import Activation, Calibration
 from transferry.export.rewrite.kv_scales import LARGEST, KVScales, fold_kv_scales
 from transferry.export.rewrite.weight_blocks import BLOCK, block_weights, matrices
@@ -122,7 +123,7 @@ def _rows(model: Transformer, activations: Mapping[str, Activation]) -> dict[str
     return found
 
 
-def _unrounded(x: Tensor, shift: float) -> Tensor:
+def _unrounded(x: Tensor, shift: Shift) -> Tensor:
     return x
 
 
@@ -132,7 +133,7 @@ def _round_activation(activation: Activation) -> Any:
 
 
 def _round_with(
-    x: Tensor, shift: float, scale: float, least: int, most: int, wide: list[int]
+    x: Tensor, shift: Shift, scale: float, least: int, most: int, wide: list[int]
 ) -> Tensor:
     rounded = round_to(x, scale, shift, least, most)
     if wide:
@@ -143,13 +144,12 @@ def _round_with(
 class _IntegerMemory(MultiHeadAttention):
     """Attention whose keys and values are rounded to the integers of an int8 cache."""
 
-    shift = 0.0  # of the side that computes
+    shift: Any = 0.0  # of the side that computes
 
     def project(self, x: Tensor, rotation: Rotation | None = None) -> KeyValues:
         """See `MultiHeadAttention.project`."""
-        exact = super().project(x, rotation)
-        shift = _IntegerMemory.shift
-        return KeyValues(*((each + shift).round().clamp(LOWEST, LARGEST) for each in exact))
+        exact, shift = super().project(x, rotation), _IntegerMemory.shift
+        return KeyValues(*(round_to(each, 1.0, shift, LOWEST, LARGEST) for each in exact))
 
 
 class _Int8Arithmetic(Arithmetic):
@@ -157,6 +157,8 @@ class _Int8Arithmetic(Arithmetic):
 
     def __enter__(self) -> Self:
         _IntegerMemory.shift = self.shift
+        if callable(self.shift):
+            self.shift.begin()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -173,9 +175,12 @@ class _Int8Decoder(TorchDecoder):
     def tensors(self, state: TorchState) -> dict[str, Floats]:
         """Copies cross and past to numpy, times the scales of the cache."""
         tensors = super().tensors(state)
-        for name, integers in tensors.items():
-            role, layer, kind = name.split(".")
-            # The state of a recurrent decoder has none.
-            if scales := self._scales.get(f"decoder.{layer}.{ATTENTIONS[role]}"):
-                tensors[name] = integers * getattr(scales, kind)[:, None].cpu().numpy()
-        return tensors
+        return {name: each * self.scale(name) for name, each in tensors.items()}
+
+    def scale(self, name: str) -> Floats:
+        """Returns the scales of a tensor of the cache, that broadcast; 1 for a recurrent state."""
+        role, layer, kind = name.split(".")
+        found = self._scales.get(f"decoder.{layer}.{ATTENTIONS[role]}")
+        return (
+            np.ones(1, np.float32) if found is None else getattr(found, kind)[:, None].cpu().numpy()
+        )

@@ -11,6 +11,7 @@ import onnx
 import torch
 
 from transferry.build_model.checkpoint import Checkpoint
+from transferry.export.oracle.followed import ShownModel
 from transferry.export.recipes import RECIPES
 from transferry.export.rewrite.calibration import Calibration
 from transferry.export.subject.bundle_copy import BundleCopy
@@ -88,6 +89,18 @@ class BundleSubject(CopiedSubject[Any]):
     def calibration(self) -> Calibration | None:
         """The calibration of an int8 variant."""
         return Calibration.of(self.bundle, self.variant) if self.precision.calibrated else None
+
+    @cached_property
+    def shown(self) -> ShownModel | None:  # type: ignore[override]
+        """An int8 variant opened once more, unless it is large.
+
+        Of a prompt in a cache of floats, no integers say which products reach the cache.
+        """
+        model, calibration = self.checkpoint.model, self.calibration
+        if calibration is None or model.mapped is not None:
+            return None
+        followed = model.config.encoder_layers or calibration.kv_scales
+        return ShownModel(self.bundle, self.model) if followed else None
 
     def describe(self) -> Mapping[str, Any]:
         """Returns the settings that decide the numbers, for the report."""

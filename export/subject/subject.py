@@ -11,6 +11,7 @@ from typing import Any, Generic, Self, TypeVar
 
 from numpy.typing import NDArray
 
+from transferry.export.oracle.followed import ShownModel
 from transferry.runtime.decoding.decoder import ObservableDecoder, ObservableEncoder
 
 # Any model, whatever its state is.
@@ -20,6 +21,9 @@ ModelT = TypeVar("ModelT", covariant=True)
 
 class Subject(ABC, Generic[ModelT]):
     """A model under proof."""
+
+    # The model once more, with the integers that its graphs compute; None if it has none.
+    shown: ShownModel | None = None
 
     @abstractmethod
     def open(self) -> ModelT:

@@ -11,7 +11,7 @@ from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.specs import Variant
 from transferry.runtime.decoding.batching import BatchOptions, blocks
 from transferry.runtime.decoding.logits import Bools, Floats, Integers
-from transferry.runtime.ort.graph_runner import describe, runtime_of
+from transferry.runtime.ort.graph_runner import Opened, describe, open_graphs, runtime_of
 from transferry.runtime.ort.session import Provider, SessionOptions
 
 # Tokens of sources or prompts that are read at once: on the CPU few enough for their hidden states,
@@ -24,8 +24,14 @@ EncoderOutput = Literal["hidden", "head", "logits"]
 class EncoderModel:
     """Runs a variant of an encoder-only bundle; several threads may use it at once."""
 
-    def __init__(self, bundle: Bundle, variant: Variant, options: SessionOptions) -> None:
-        """Opens the graph; raises as `open_model`."""
+    def __init__(
+        self,
+        bundle: Bundle,
+        variant: Variant,
+        options: SessionOptions,
+        opened: Opened | None = None,
+    ) -> None:
+        """Opens the graph, by default in the runtime of the options; raises as `open_model`."""
         self.variant, self.options = variant, options
         self.batches = BatchOptions(tokens=PASS_TOKENS[options.provider])
         graph = variant.graphs["encoder"]
@@ -34,7 +40,9 @@ class EncoderModel:
             for name in get_args(EncoderOutput)
             if name in {spec.role for spec in graph.outputs}
         )
-        (self._runner,) = runtime_of(options).open(bundle, {"encoder": graph}, options).values()
+        given = bundle, {"encoder": graph}, options
+        runners = open_graphs(*given, opened) if opened else runtime_of(options).open(*given)
+        (self._runner,) = runners.values()
 
     def describe(self) -> dict[str, Any]:
         """Returns everything that determines the numbers; see `graph_runner.describe`."""

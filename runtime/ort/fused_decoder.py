@@ -28,6 +28,8 @@ from transferry.runtime.ort.graph_runner import (
     Bindable,
     BoundCall,
     BufferView,
+    GraphRunner,
+    Opened,
     describe,
     open_graphs,
 )
@@ -113,15 +115,22 @@ class SlotDecoder:
 
     shares_cache = True
 
-    def __init__(self, bundle: Bundle, variant: Variant, options: SessionOptions) -> None:
-        """Opens the graphs; raises as `open_model`."""
+    def __init__(
+        self,
+        bundle: Bundle,
+        variant: Variant,
+        options: SessionOptions,
+        opened: Opened = GraphRunner,
+    ) -> None:
+        """Opens the graphs, each by `opened`; raises as `open_model`."""
         self.variant, self.options = variant, options
         self.batches = BATCHES[options.provider]
-        self._runners = open_graphs(bundle, variant.graphs, options)
+        self._runners = open_graphs(bundle, variant.graphs, options, opened)
         self._decoder = self._runners["decoder"]
         self._buffers = CacheBuffers(self._runners)
         self.has_encoder = "encoder" in variant.graphs
         self._int8 = variant.cache is not None and variant.cache.type == "int8"
+        self._windows = bool(self._decoder.graph.names("columns"))
         self.lm_head = LMHead(bundle, variant, self._runners)
         self.vocabulary_size = self.lm_head.vocabulary_size
         self.shares_prompts = not self.has_encoder and options.rows_are_independent
@@ -180,11 +189,6 @@ class SlotDecoder:
 
 class FusedDecoder(SlotDecoder):
     """Runs a fused variant with a KV cache."""
-
-    def __init__(self, bundle: Bundle, variant: Variant, options: SessionOptions) -> None:
-        """Opens the graphs; raises as `open_model`."""
-        super().__init__(bundle, variant, options)
-        self._windows = bool(self._decoder.graph.names("columns"))
 
     def start(self, source: Integers, mask: Bools) -> FusedState:
         """Encodes the sources or reads the prompts; see `Decoder.start`."""

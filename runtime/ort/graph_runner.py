@@ -246,6 +246,10 @@ class GraphRunner:
         return binding
 
 
+# Opens a graph of a bundle, as `GraphRunner` does.
+Opened = Callable[[Bundle, GraphSpec, SessionOptions], GraphRunner]
+
+
 @dataclass(frozen=True)
 class BoundCall:
     """A graph bound once to fixed buffers, to be run many times.
@@ -299,7 +303,10 @@ class PortableRunner(Protocol):
 
 
 def open_graphs(
-    bundle: Bundle, graphs: Mapping[str, GraphSpec], options: SessionOptions
+    bundle: Bundle,
+    graphs: Mapping[str, GraphSpec],
+    options: SessionOptions,
+    opened: Opened = GraphRunner,
 ) -> dict[str, GraphRunner]:
     """Opens graphs by name, one per core at a time: packing weights takes most of the time.
 
@@ -308,7 +315,7 @@ def open_graphs(
         InputError: A graph cannot be opened.
     """
     with ThreadPoolExecutor(usable_cores()) as pool:
-        runners = pool.map(lambda graph: GraphRunner(bundle, graph, options), graphs.values())
+        runners = pool.map(lambda graph: opened(bundle, graph, options), graphs.values())
         return dict(zip(graphs, runners, strict=True))
 
 

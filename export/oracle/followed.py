@@ -1,0 +1,332 @@
+"""int8 judged on the graph's own integers: what its products read takes the place of torch's.
+
+Between two roundings an int8 variant computes in float32, but where a value lies at the border of
+two integers, float32 rounding decides which one it becomes, and all that follows moves by a step.
+So the graphs show the integers that their products read, and those of the cache. torch, in float32
+and float64, goes on with these instead of its own, and each must be where the unrounded value lies:
+within half a step and the limit of float32 rounding. Nothing is excused by a border that was
+crossed before, and the outputs must be as exact as in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx
+import torch
+from numpy.typing import NDArray
+from onnx import helper
+from torch import Tensor
+
+from transferry.export.oracle.oracle import Oracle
+from transferry.export.torch_model import moved_heads
+from transferry.runtime.bundle.bundle import Bundle
+from transferry.runtime.bundle.specs import GraphSpec
+from transferry.runtime.decoding.batching import blocks
+from transferry.runtime.decoding.decoder import StepOutput, Tensors
+from transferry.runtime.ort.encoder import PASS_TOKENS, EncoderModel
+from transferry.runtime.ort.external_files import watched_graph
+from transferry.runtime.ort.graph_runner import GraphRunner
+from transferry.runtime.ort.open_model import ServedModel, model_class
+from transferry.runtime.ort.session import SessionOptions, open_session
+from transferry.runtime.precision import FLOAT32
+from transferry.runtime.proof.compare import (
+    Case,
+    Comparison,
+    Tolerance,
+    compare,
+    limited,
+    observe,
+    truth,
+)
+from transferry.runtime.proof.units import LEAST, SHARED
+
+QUANTISERS = ("QuantizeLinear", "DynamicQuantizeLinear")
+SAMPLED = 64  # positions that tell which of a graph's values a product reads
+
+Arrays = dict[str, NDArray[Any]]
+
+
+class _ShownRunner(GraphRunner):
+    """A graph that keeps the integers which its operators write, and their unrounded values."""
+
+    def __init__(self, bundle: Bundle, graph: GraphSpec, options: SessionOptions) -> None:
+        super().__init__(bundle, graph, options)
+        content, files = watched_graph(bundle, graph)
+        model = onnx.load_model_from_string(content)
+        given = {value.name for value in model.graph.output}
+        nodes = [node for node in model.graph.node if node.op_type in QUANTISERS]
+        # Unrounded values, by the names of their integers.
+        self.rounded = {node.output[0]: node.input[0] for node in nodes}
+        names = dict.fromkeys([*self.rounded, *self.rounded.values()])
+        self.shown = [name for name in names if name not in given]
+        model.graph.output.extend(map(helper.make_empty_tensor_value_info, self.shown))
+        changed = model.SerializeToString(), files
+        self.session = open_session(bundle.graph(graph), options, *changed)
+        self.written: dict[str, list[NDArray[Any]]] = {}
+
+    def run(self, *inputs: Any, **more: Any) -> list[Any]:
+        """See `GraphRunner.run`."""
+        return super().run(*inputs, **more)[len(self.shown) :]
+
+    def run_bound(self, binding: Any) -> None:
+        """See `GraphRunner.run_bound`."""
+        super().run_bound(binding)
+        found = binding.get_outputs()[binding.before :]
+        for name, value in zip(self.shown, found, strict=False):
+            self.written.setdefault(name, []).append(value.numpy().copy())
+
+    def _bound(self, inputs: Any, host: Any, in_place: Any) -> Any:
+        binding = super()._bound(inputs, host, in_place)
+        binding.before = len(host) + sum(map(len, in_place.values()))
+        for name in self.shown:
+            binding.bind_output(name, "cpu")
+        return binding
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The integers of one call of a model, by the names of values of its graphs.
+
+    Attributes:
+        products: What products read `[positions, width]`, not less their zero point.
+        rounded: What was rounded to that, likewise.
+        cached: New keys and values, times their scales `[rows, heads, length, d_head]`.
+        mask: True where a position has a meaning `[rows, length]`; None for all.
+        prompt: Whether it computes keys and values alone.
+    """
+
+    products: Arrays
+    rounded: Arrays
+    cached: Arrays
+    mask: NDArray[np.bool_] | None = None
+    prompt: bool = False
+
+    def kept(self, value: Tensor) -> Tensor:
+        """Returns where a value `[..., width]` has a meaning `[...]`."""
+        if self.mask is None or value.dim() == 2:
+            return torch.ones(value.shape[:-1], dtype=torch.bool)
+        there = torch.from_numpy(self.mask)
+        return (there if value.dim() == 3 else there[:, None]).expand(value.shape[:-1])
+
+
+class ShownModel:
+    """A variant that records the integers of its calls.
+
+    Attributes:
+        calls: The calls so far.
+        names: What each product read last, by its place among those of a first or later call.
+    """
+
+    def __init__(self, bundle: Bundle, model: ServedModel) -> None:
+        """Opens a variant once more, as it is served."""
+        self._runners: list[_ShownRunner] = []
+        kind: Any = model_class(model.variant)
+        self._model: Any = kind(bundle, model.variant, model.options, self._opened)
+        self.calls: list[_Call] = []
+        self.names: dict[tuple[bool, int], str] = {}
+        if isinstance(self._model, EncoderModel):
+            self.encode = self._encode
+            return
+        self._model.shares_prompts = False  # each row is read whole, with the same bits
+        self.select, self.tensors = self._model.select, self._model.tensors
+
+    def _opened(self, *given: Any) -> _ShownRunner:
+        self._runners.append(_ShownRunner(*given))
+        return self._runners[-1]
+
+    def _encode(self, source: NDArray[np.int64], mask: NDArray[np.bool_]) -> Tensors:
+        found: Tensors = self._model.encode(source, mask)
+        self.calls.append(_Call(*self._read(mask), {}, mask))
+        return found
+
+    def start(self, source: NDArray[np.int64], mask: NDArray[np.bool_]) -> Any:
+        """See `Decoder.start`."""
+        state = self._model.start(source, mask)
+        prompt = 0 if self._model.has_encoder else source.shape[1]
+        cached = self._cached(state, "cross", prompt)
+        self.calls.append(_Call(*self._read(mask), cached, mask, prompt > 0))
+        return state
+
+    def step(self, tokens: NDArray[np.int64], state: Any) -> tuple[StepOutput, Any]:
+        """See `Decoder.step`."""
+        output, state = self._model.step(tokens, state)
+        cached = self._cached(state, "past", tokens.shape[1])
+        self.calls.append(_Call(*self._read(np.ones(tokens.shape, np.bool_)), cached))
+        return output, state
+
+    def _cached(self, state: Any, role: str, new: int) -> Arrays:
+        """Returns keys and values of a role, and of the last columns of the past."""
+        found = {}
+        for name, tensor in self._model.tensors(state).items():
+            past = name.startswith("past")
+            if not name.endswith(".cell") and (new if past else role == "cross"):
+                found[name] = tensor[:, :, -new if past else 0 :]
+        return found
+
+    def _read(self, mask: NDArray[np.bool_]) -> tuple[Arrays, Arrays]:
+        """Takes the inputs of products in a call over rows, and their unrounded values."""
+        products, rounded, (rows, length) = {}, {}, mask.shape
+        for runner in self._runners:
+            found = {}
+            for name, parts in runner.written.items():
+                width = parts[0].shape[-1]
+                if len(parts) == length > 1 and all(len(part) == rows for part in parts):
+                    values = np.stack(parts, axis=1)  # a recurrent decoder reads token by token
+                elif sum(map(len, parts)) in (rows, rows * length):
+                    values = np.concatenate(parts)
+                else:
+                    values = _placed(parts, mask)
+                found[name] = values.reshape(-1, width)
+            for name, source in runner.rounded.items():
+                if name in found and source in found:
+                    key = f"{runner.graph.file}: {name}"
+                    products[key], rounded[key] = found[name], found[source]
+            runner.written.clear()
+        return products, rounded
+
+
+def _placed(parts: Sequence[NDArray[Any]], mask: NDArray[np.bool_]) -> NDArray[Any]:
+    """Puts blocks of rows, cut to their longest, into one array `[rows, length, width]`."""
+    whole = np.zeros((*mask.shape, parts[0].shape[-1]), parts[0].dtype)
+    for part, (rows, columns) in zip(parts, blocks(mask, PASS_TOKENS["cpu"]), strict=True):
+        whole[rows, :columns] = part.reshape(-1, columns, part.shape[-1])
+    return whole
+
+
+def _signed(written: NDArray[Any], like: Tensor, least: int, places: Any) -> Tensor:
+    """Returns integers at some positions, less their zero point, of the shape of a value."""
+    chosen = torch.from_numpy(written).flatten(0, -2)[places]
+    offset = least if written.dtype == np.uint8 else 0
+    return (chosen.to(like.dtype) + offset).reshape(like.shape)
+
+
+@dataclass(frozen=True)
+class _Site:
+    """A place where torch rounds.
+
+    Attributes:
+        name: The value of the graph with these integers; empty without any.
+        integers: Of the graph, of torch where a position has no meaning.
+        steps: The unrounded value in float32, in steps.
+    """
+
+    name: str
+    integers: Tensor
+    steps: Tensor
+
+
+class Followed:
+    """Rounds to the integers of a graph: first in float32, then the same case in float64."""
+
+    def __init__(self, model: ShownModel, reference: Any) -> None:
+        """Takes a model that ran a case, and torch with the same rounding."""
+        self._calls, self._call, self._names = model.calls, -1, model.names
+        for call in self._calls:
+            for name, tensor in call.cached.items():
+                call.cached[name] = np.rint(tensor / reference.scale(name))
+        self._sites: dict[tuple[int, int], _Site] = {}
+        self._site = self._left = 0
+        self.worst = (0.0, 0.0, 1.0, "")  # error, torch's error and budget in steps; where
+
+    def begin(self) -> None:
+        """Goes on to the next call; after the last one to the first."""
+        self._call, self._site = (self._call + 1) % len(self._calls), 0
+        # Products after the last keys and values of a prompt reach nothing.
+        call = self._calls[self._call]
+        self._left = len(call.cached) if call.prompt else 1 << 62
+
+    def __call__(self, x: Tensor, scale: Any, least: int, most: int) -> Tensor:
+        """Returns integers for the values of a site; see `arithmetic.Shift`."""
+        key, steps = (self._call, self._site), x / scale
+        self._site += 1
+        if steps.dtype == torch.float32:
+            name, integers = self._nearest(steps, least, most)
+            self._sites[key] = _Site(name, integers, steps)
+            return integers.clone()
+        site = self._sites[key]
+        if self._left > 0:
+            self._judge(site, steps, scale, least, most)
+        self._left -= steps.dim() == 4
+        return site.integers.to(steps.dtype)
+
+    def _nearest(self, steps: Tensor, least: int, most: int) -> tuple[str, Tensor]:
+        """Returns the integers of the graph that are nearest to a value, and their name."""
+        call = self._calls[self._call]
+        own = steps.round().clamp(least, most)
+        kept = call.kept(steps)
+        places = kept.flatten().nonzero()[:, 0]
+        if not len(places):
+            return "", own
+        few = places[:: max(1, len(places) // SAMPLED)]
+        sample = own.flatten(0, -2)[few]
+        among = call.cached if steps.dim() == 4 else call.products
+        # A graph reads the same value in each call of its kind; else the nearest one.
+        known, best = (self._call > 0, self._site), ("", own, torch.inf)
+        names = [name for name, written in among.items() if written.size == steps.numel()]
+
+        def distance(name: str) -> float:
+            given = _signed(among[name], sample, least, few)
+            return (given - sample).abs().mean().item()
+
+        def ordered() -> Iterator[str]:
+            yield from (name for name in names if name == self._names.get(known))
+            yield from sorted(names, key=distance)
+
+        for name in ordered():
+            found = _signed(among[name], own, least, slice(None))
+            apart = (found - own).abs()[kept].max().item()
+            if apart < best[2]:
+                best = name, found, apart
+            if apart <= 1:  # a value at a border
+                break
+        self._names[known] = best[0]
+        return best[0], torch.where(kept[..., None], best[1], own)
+
+    def _judge(self, site: _Site, steps: Tensor, scale: Any, least: int, most: int) -> None:
+        """Compares the integers of a site, and the graph's unrounded value, with float64."""
+        call = self._calls[self._call]
+        kept = call.kept(steps)
+        exact, single, integers = (each[kept] for each in (steps, site.steps, site.integers))
+        if not len(exact):
+            return
+        beyond = (exact.clamp(least, most) - integers).abs().amax(dim=-1) - 0.5
+        if not site.name:
+            beyond.fill_(torch.inf)
+        if site.name in call.rounded:
+            given = torch.from_numpy(call.rounded[site.name]).reshape(steps.shape)[kept]
+            given = (given.to(exact.dtype) / scale).clamp_(least, most)
+            beyond = beyond.maximum((given - exact.clamp(least, most)).abs().amax(dim=-1))
+        own = (single - exact).abs().amax(dim=-1).maximum(LEAST * exact.abs().amax(dim=-1))
+        own = own.maximum(own.max().minimum(SHARED * own.median()))
+        budget = Tolerance().factor * own
+        place = int((beyond / budget).argmax())
+        error, limit = beyond[place].item(), budget[place].item()
+        if not error / limit <= self.worst[0] / self.worst[2]:
+            self.worst = error, own[place].item(), limit, site.name
+
+
+def followed(oracle: Oracle, model: ShownModel, case: Case) -> tuple[Tensors, list[Comparison]]:
+    """Compares every tensor of a case as in float32, torch following the graph's integers.
+
+    Returns:
+        The tensors of the model, and their comparisons; the first one is of the integers.
+    """
+    model.calls.clear()
+    found = observe(model, case)
+    following, sides = Followed(model, oracle.reference), []
+    for side in (oracle.reference, oracle.exact):
+        with side.rounding(following):
+            sides.append(observe(side if oracle.config.decoder_layers else side.encoder, case))
+    sides.reverse()
+    least = 0.0
+    if oracle.config.has_head:
+        moved, least = moved_heads(oracle.exact.encoder, case.mask, *sides)
+        sides += moved
+    judged = truth(case, *sides, least=least)
+    *numbers, where = following.worst
+    integers = limited(case.name, f"integers of {where or 'a product'}", case.stage, *numbers)
+    return found, [integers, *compare(case, judged, found, Tolerance.of(FLOAT32.name))]
