@@ -165,3 +165,5 @@ LIKE_ROBERTA = (
 )
 # Types that tell the segments of a pair apart.
 WITH_SEGMENTS = ("bert", "electra", "ernie", "megatron-bert", "nomic_bert")
+# Types that share their code with another: a second configuration of heads and keys tells no more.
+LIKE_OTHERS = (*LIKE_ROBERTA[1:], "ernie", "megatron-bert", "gte", "jina_embeddings_v3")
