@@ -13,6 +13,7 @@ from transferry.build_model.model.parts.embeddings import (
 )
 from transferry.build_model.model.parts.heads import HeadConfig
 from transferry.build_model.model.parts.inputs import InputsConfig
+from transferry.build_model.model.parts.multipliers import MultipliersConfig
 from transferry.build_model.model.parts.rotary import RotaryConfig
 from transferry.build_model.model.parts.scores import QueryKeyNormConfig, SoftcapConfig
 from transferry.build_model.model.parts.shapes import (
@@ -27,6 +28,7 @@ from transferry.build_model.model.parts.windows import CausalConfig, WindowsConf
 @dataclass(frozen=True)
 class ModelConfig(
     # The last is the innermost: its fields come first in JSON, its code runs first.
+    MultipliersConfig,
     DisentangledConfig,
     CausalConfig,
     InputsConfig,

@@ -90,7 +90,7 @@ class FeedForward(nn.Module):
         return y
 
 
-class Residual(nn.Module):
+class Residual(Composed):
     """Norm(x + Dropout(Sublayer(x))), as in the paper, or another `norm_order`."""
 
     def __init__(self, config: TransformerConfig, *, first: bool = False) -> None:

@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from transferry.build_model.importing.huggingface.decoders.layer_norm import (
+    OLMO,
+    PHI,
+    STABLELM,
+    STARCODER2,
+    olmo_norms,
+    olmo_shape,
+    phi_shape,
+    stablelm_shape,
+    starcoder2_shape,
+)
+from transferry.build_model.importing.huggingface.decoders.llama import (
+    LLAMA,
+    PRE_NORM,
+    Shape,
+    attention_biases,
+    llama_fields,
+    rotary_fields,
+    windows,
+)
 from transferry.build_model.importing.huggingface.folder import Settings
 from transferry.build_model.importing.huggingface.heads import generating, scored
 from transferry.build_model.importing.huggingface.rope import FULL, SLIDING, RotaryKeys, read_rotary
@@ -28,12 +47,6 @@ from transferry.build_model.importing.huggingface.tables import (
     without_first,
 )
 from transferry.build_model.model.config import ModelConfig
-
-Shape = Callable[[Settings, set[str]], ModelConfig]
-# Fields of all types; only some sizes of OPT are post-norm.
-PRE_NORM: dict[str, Any] = dict(
-    architecture="decoder-only", encoder_layers=0, norm_order="pre", scale_embedding=False
-)
 
 
 def _gpt2_shape(config: Settings, names: set[str]) -> ModelConfig:
@@ -88,79 +101,29 @@ GPT2: Table = {
 # --- Llama and its kin ----------------------------------------------------------------------------
 
 
-def _llama_fields(config: Settings, longest: int = 2048) -> dict[str, Any]:
-    """Fields that all of them share, except positions and biases."""
-    fields = sizes(config)
-    d_model, heads = fields["d_model"], fields["heads"]
-    width = config.whole("head_dim", head_width(fields))
-    return PRE_NORM | dict(
-        fields,
-        head_width=0 if width * heads == d_model else width,
-        decoder_layers=config.whole("num_hidden_layers"),
-        max_positions=config.whole("max_position_embeddings", longest),
-        norm_epsilon=config.number("rms_norm_eps", 1e-6),
-        norm="rms",
-        positions="rotary",
-        activation=config.choice("hidden_act", GATES, "silu"),
-        key_value_heads=config.whole("num_key_value_heads", heads),
-        tied=config.flag("tie_word_embeddings", False),
-        bias=False,
-    )
-
-
-def _rotary_fields(config: Settings, fields: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """Returns the fields with those of rotary positions."""
-    keys = RotaryKeys(**options)
-    rotary = read_rotary(config, head_width(fields), fields["max_positions"], keys)
-    return fields | rotary.fields()
-
-
-def _attention_biases(config: Settings) -> dict[str, bool]:
-    bias = config.flag("attention_bias", False)
-    return {"query_key_value_bias": bias, "attention_output_bias": bias}
-
-
-def _windows(
-    config: Settings,
-    fields: dict[str, Any],
-    default: int,
-    sliding: list[bool] | None = None,
-    *,
-    always: bool = False,
-) -> tuple[int, ...]:
-    """Returns the window of each layer; `always` if layers with one differ in more than that."""
-    window = config.whole("sliding_window", config.unless_null("sliding_window", default))
-    slides = [True] * fields["decoder_layers"] if sliding is None else sliding
-    # A text may lie within the window of all layers alike, where it has no effect.
-    unseen = all(slides) and window >= fields["max_positions"] and not always
-    if not any(slides) or not window or unseen:
-        return ()
-    return tuple(window if each else 0 for each in slides)
-
-
 def _llama_shape(config: Settings, names: set[str]) -> ModelConfig:
     """Llama (Touvron et al. 2023), to 3.3."""
-    fields = _rotary_fields(config, _llama_fields(config))
+    fields = rotary_fields(config, llama_fields(config))
     return ModelConfig(
-        **fields | _attention_biases(config), feed_forward_bias=config.flag("mlp_bias", False)
+        **fields | attention_biases(config), feed_forward_bias=config.flag("mlp_bias", False)
     )
 
 
 def _mistral_shape(config: Settings, names: set[str]) -> ModelConfig:
     """Mistral (Jiang et al. 2023): Llama with or without a window in every layer."""
     config.only("layer_types", None)
-    fields = _rotary_fields(config, _llama_fields(config, 4096 * 32))
-    return ModelConfig(**fields, windows=_windows(config, fields, 4096))
+    fields = rotary_fields(config, llama_fields(config, 4096 * 32))
+    return ModelConfig(**fields, windows=windows(config, fields, 4096))
 
 
 def _qwen2_fields(config: Settings) -> dict[str, Any]:
-    fields = _rotary_fields(config, _llama_fields(config, 32768))
+    fields = rotary_fields(config, llama_fields(config, 32768))
     first, layers = config.whole("max_window_layers", 28), fields["decoder_layers"]
     sliding = layer_types(config, layers, [each >= first for each in range(layers)])
     if not config.flag("use_sliding_window", False):
         config.get("sliding_window")
         return fields
-    return fields | {"windows": _windows(config, fields, 4096, sliding)}
+    return fields | {"windows": windows(config, fields, 4096, sliding)}
 
 
 def _qwen2_shape(config: Settings, names: set[str]) -> ModelConfig:
@@ -171,7 +134,7 @@ def _qwen2_shape(config: Settings, names: set[str]) -> ModelConfig:
 def _qwen3_shape(config: Settings, names: set[str]) -> ModelConfig:
     """Qwen 3 (Yang et al. 2025): norms of queries and keys."""
     config.values.setdefault("head_dim", 128)
-    fields = _qwen2_fields(config) | _attention_biases(config)
+    fields = _qwen2_fields(config) | attention_biases(config)
     return ModelConfig(**fields, query_key_norm="head")
 
 
@@ -182,23 +145,84 @@ def _phi3_shape(config: Settings, names: set[str]) -> ModelConfig:
     renamed = {"su": "longrope", "yarn": "longrope"}
     for name, value in (("rms_norm_eps", 1e-5), ("original_max_position_embeddings", 4096)):
         config.values.setdefault(name, value)
-    fields = _llama_fields(config, 4096)
-    fields = _rotary_fields(config, fields, share_key="partial_rotary_factor", renamed=renamed)
+    fields = llama_fields(config, 4096)
+    fields = rotary_fields(config, fields, share_key="partial_rotary_factor", renamed=renamed)
     config.get("original_max_position_embeddings")
-    return ModelConfig(**fields, windows=_windows(config, fields, 0))
+    return ModelConfig(**fields, windows=windows(config, fields, 0))
 
 
 def _olmo2_shape(config: Settings, names: set[str]) -> ModelConfig:
     """OLMo 2 (OLMo Team 2024): norms after the sublayers, and of all queries and keys."""
-    fields = _rotary_fields(config, _llama_fields(config)) | {"norm_order": "res-post"}
-    fields |= {"norm_epsilon": config.number("rms_norm_eps", 1e-5)} | _attention_biases(config)
+    fields = rotary_fields(config, llama_fields(config)) | {"norm_order": "res-post"}
+    fields |= {"norm_epsilon": config.number("rms_norm_eps", 1e-5)} | attention_biases(config)
     return ModelConfig(**fields, query_key_norm="all")
+
+
+def _olmo3_shape(config: Settings, names: set[str]) -> ModelConfig:
+    """OLMo 3 (OLMo Team 2025): OLMo 2 with windows, in which positions are not scaled."""
+    fields = llama_fields(config) | {"norm_order": "res-post"} | attention_biases(config)
+    fields |= {"norm_epsilon": config.number("rms_norm_eps", 1e-5)}
+    layers = fields["decoder_layers"]
+    sliding = layer_types(config, layers, [(each + 1) % 4 != 0 for each in range(layers)])
+    near, base = _near(config, fields, RotaryKeys(500_000.0))
+    fields = rotary_fields(config, fields, base=base)
+    seen = windows(config, fields, 4096, sliding, always=True)
+    rates = near if any(seen) else ()
+    return ModelConfig(**fields, query_key_norm="all", windows=seen, window_rotary_rates=rates)
+
+
+def _near(
+    config: Settings, fields: dict[str, Any], keys: RotaryKeys
+) -> tuple[tuple[float, ...], float]:
+    """Returns the rates of OLMo 3's layers with a window, and the base of the others."""
+    parameters = config.get("rope_parameters")
+    nested = isinstance(parameters, dict) and isinstance(parameters.get(SLIDING), dict)
+    if parameters and not nested:
+        config.refuse("rope_parameters", parameters, f"an object for {SLIDING} and one for {FULL}")
+    base = config.number("rope_theta", keys.base)
+    own = config if nested else Settings(config.path, {"rope_theta": base})
+    near = read_rotary(own, head_width(fields), fields["max_positions"], keys, SLIDING)
+    if near.scale != 1.0:
+        config.refuse("rope_parameters", parameters, "no yarn in sliding layers")
+    return near.rates, base
+
+
+def _granite_shape(config: Settings, names: set[str]) -> ModelConfig:
+    """Granite 3 (Granite Team 2024): Llama with multipliers."""
+    fields = rotary_fields(config, llama_fields(config)) | attention_biases(config)
+    multiplier = config.number("attention_multiplier", 1.0)
+    if multiplier <= 0:
+        config.refuse("attention_multiplier", multiplier, "a number above 0")
+    return ModelConfig(
+        **fields,
+        feed_forward_bias=config.flag("mlp_bias", False),
+        attention_divisor=1 / multiplier,
+        embedding_multiplier=config.number("embedding_multiplier", 1.0),
+        residual_multiplier=config.number("residual_multiplier", 1.0),
+        logit_divisor=config.number("logits_scaling", 1.0),
+    )
+
+
+def _gemma_shape(config: Settings, names: set[str]) -> ModelConfig:
+    """Gemma 1 (Gemma Team 2024)."""
+    config.only("use_bidirectional_attention", False)
+    # transformers takes the first for the second.
+    activations = {**GATES, "gelu": GATES["gelu_pytorch_tanh"]}
+    activation = config.choice("hidden_act", activations, "gelu_pytorch_tanh")
+    config.get("hidden_activation")
+    for name, value in (("head_dim", 256), ("num_key_value_heads", 16)):
+        config.values.setdefault(name, value)
+    config.values.setdefault("tie_word_embeddings", True)
+    config.values["hidden_act"] = "silu"  # of `llama_fields`, which reads no other names
+    fields = rotary_fields(config, llama_fields(config, 8192)) | attention_biases(config)
+    fields |= {"activation": activation, "norm_offset": True, "scale_embedding": True}
+    return ModelConfig(**fields)
 
 
 def _smollm3_shape(config: Settings, names: set[str]) -> ModelConfig:
     """SmolLM 3 (Bakouch et al. 2025): every fourth layer does not turn queries and keys."""
-    fields = _llama_fields(config, 32768)
-    fields = _rotary_fields(config, fields, base=2_000_000.0)
+    fields = llama_fields(config, 32768)
+    fields = rotary_fields(config, fields, base=2_000_000.0)
     layers, every = fields["decoder_layers"], config.whole("no_rope_layer_interval", 4)
     turns = config.get("no_rope_layers", [(each + 1) % max(1, every) for each in range(layers)])
     if not isinstance(turns, list) or len(turns) != layers:
@@ -206,12 +230,12 @@ def _smollm3_shape(config: Settings, names: set[str]) -> ModelConfig:
     unrotated = tuple(number for number, turn in enumerate(turns) if not turn)
     sliding = layer_types(config, layers, [not turn for turn in turns])
     slides = config.flag("use_sliding_window", False)
-    windows = _windows(config, fields, 0, sliding if slides else [False] * layers)
+    seen = windows(config, fields, 0, sliding if slides else [False] * layers)
     return ModelConfig(
-        **fields | _attention_biases(config) | {"tied": config.flag("tie_word_embeddings", True)},
+        **fields | attention_biases(config) | {"tied": config.flag("tie_word_embeddings", True)},
         feed_forward_bias=config.flag("mlp_bias", False),
         unrotated=unrotated,
-        windows=windows,
+        windows=seen,
     )
 
 
@@ -224,7 +248,7 @@ def _gemma_fields(config: Settings, longest: int, every: int) -> dict[str, Any]:
     for name, value in (("head_dim", 256), ("num_key_value_heads", 4)):
         config.values.setdefault(name, value)
     config.values.setdefault("tie_word_embeddings", True)
-    fields = _llama_fields(config, longest) | _attention_biases(config)
+    fields = llama_fields(config, longest) | attention_biases(config)
     layers = fields["decoder_layers"]
     sliding = layer_types(config, layers, [(each + 1) % every != 0 for each in range(layers)])
     return fields | dict(
@@ -233,13 +257,13 @@ def _gemma_fields(config: Settings, longest: int, every: int) -> dict[str, Any]:
         norm_offset=True,
         scale_embedding=True,
         attention_divisor=config.number("query_pre_attn_scalar", 256) ** 0.5,
-        windows=_windows(config, fields, 4096, sliding, always=True),
+        windows=windows(config, fields, 4096, sliding, always=True),
     )
 
 
 def _gemma2_shape(config: Settings, names: set[str]) -> ModelConfig:
     """Gemma 2 (Gemma Team 2024)."""
-    fields = _rotary_fields(config, _gemma_fields(config, 8192, 2))
+    fields = rotary_fields(config, _gemma_fields(config, 8192, 2))
     return ModelConfig(
         **fields,
         attention_softcap=_softcap(config, "attn_logit_softcapping", 50.0),
@@ -253,6 +277,8 @@ def _softcap(config: Settings, name: str, default: float) -> float:
 
 def _gemma3_shape(config: Settings, names: set[str]) -> ModelConfig:
     """Gemma 3 (Gemma Team 2025), its text model."""
+    for name, value in (("vocab_size", 262_208), ("num_attention_heads", 8)):
+        config.values.setdefault(name, value)
     every = config.whole("sliding_window_pattern", 6)
     fields = _gemma_fields(config, 131072, max(1, every))
     d_head, longest = head_width(fields), fields["max_positions"]
@@ -266,7 +292,7 @@ def _gemma3_shape(config: Settings, names: set[str]) -> ModelConfig:
     local = read_rotary(own, d_head, longest, keys, SLIDING)
     if local.scale != 1.0:
         config.refuse("rope_parameters", config.get("rope_parameters"), "no yarn in sliding layers")
-    fields = _rotary_fields(config, fields, base=1_000_000.0)
+    fields = rotary_fields(config, fields, base=1_000_000.0)
     return ModelConfig(
         **fields,
         query_key_norm="head",
@@ -275,23 +301,6 @@ def _gemma3_shape(config: Settings, names: set[str]) -> ModelConfig:
         output_softcap=_softcap(config, "final_logit_softcapping", 0.0),
     )
 
-
-LLAMA: Table = {
-    "embed_tokens.weight": "embedding.weight",
-    "layers.#.input_layernorm.weight": "decoder.#.self_residual.norm.weight",
-    "layers.#.self_attn.q_proj.*": "decoder.#.self_attention.query.*",
-    "layers.#.self_attn.k_proj.*": "decoder.#.self_attention.key.*",
-    "layers.#.self_attn.v_proj.*": "decoder.#.self_attention.value.*",
-    "layers.#.self_attn.o_proj.*": "decoder.#.self_attention.output.*",
-    "layers.#.self_attn.q_norm.weight": "decoder.#.self_attention.query_norm.weight",
-    "layers.#.self_attn.k_norm.weight": "decoder.#.self_attention.key_norm.weight",
-    "layers.#.post_attention_layernorm.weight": "decoder.#.feed_forward_residual.norm.weight",
-    "layers.#.mlp.gate_proj.*": "decoder.#.feed_forward.gate.*",
-    "layers.#.mlp.up_proj.*": "decoder.#.feed_forward.inner.*",
-    "layers.#.mlp.down_proj.*": "decoder.#.feed_forward.outer.*",
-    "norm.weight": "decoder_norm.weight",
-    "lm_head.weight": "output.weight",
-}
 
 PHI3: Table = {
     **LLAMA,
@@ -427,23 +436,31 @@ OPT: Table = {
 TYPES: list[tuple[str, str, str, Shape, Table, str]] = [
     ("gpt2", "GPT-2, DistilGPT-2", "GPT2", _gpt2_shape, GPT2, "transformer."),
     ("llama", "Llama 1 to 3.3, SmolLM 2, TinyLlama", "Llama", _llama_shape, LLAMA, "model."),
-    ("mistral", "Mistral 7B", "Mistral", _mistral_shape, LLAMA, "model."),
+    ("mistral", "Mistral 7B, Small 3 (`mistral3`)", "Mistral", _mistral_shape, LLAMA, "model."),
     ("qwen2", "Qwen 2, 2.5", "Qwen2", _qwen2_shape, LLAMA, "model."),
     ("qwen3", "Qwen 3, dense", "Qwen3", _qwen3_shape, LLAMA, "model."),
     ("phi3", "Phi 3, Phi 4", "Phi3", _phi3_shape, PHI3, "model."),
+    ("granite", "Granite 3", "Granite", _granite_shape, LLAMA, "model."),
+    ("phi", "Phi 1 to 2", "Phi", phi_shape, PHI, "model."),
+    ("stablelm", "StableLM 2", "StableLm", stablelm_shape, STABLELM, "model."),
+    ("starcoder2", "StarCoder 2", "Starcoder2", starcoder2_shape, STARCODER2, "model."),
+    ("gemma", "Gemma 1", "Gemma", _gemma_shape, LLAMA, "model."),
     ("gemma2", "Gemma 2", "Gemma2", _gemma2_shape, GEMMA, "model."),
-    ("gemma3_text", "Gemma 3, text", "Gemma3 Gemma3Text", _gemma3_shape, GEMMA, "model."),
+    ("gemma3_text", "Gemma 3 (`gemma3` too)", "Gemma3 Gemma3Text", _gemma3_shape, GEMMA, "model."),
+    ("olmo", "OLMo", "Olmo", olmo_shape, OLMO, "model."),
+    ("olmo3", "OLMo 3", "Olmo3", _olmo3_shape, OLMO2, "model."),
     ("olmo2", "OLMo 2", "Olmo2", _olmo2_shape, OLMO2, "model."),
     ("smollm3", "SmolLM 3", "SmolLM3", _smollm3_shape, LLAMA, "model."),
     ("gpt_neox", "GPT-NeoX, Pythia", "GPTNeoX", _gpt_neox_shape, GPT_NEOX, "gpt_neox."),
     ("opt", "OPT", "OPT", _opt_shape, OPT, "model.decoder. decoder."),
 ]
+COMPUTED = {"opt": _opt_norms, "olmo": olmo_norms}
 FAMILIES = {
     kind: Family(
         *(models, shape, table, tuple(prefixes.split())),
         classifier=_opt_head if kind == "opt" else scored,
         stems=stems,
-        computes=_opt_norms if kind == "opt" else lambda config: {},
+        computes=COMPUTED.get(kind, lambda config: {}),
     )
     for kind, models, stems, shape, table, prefixes in TYPES
 }

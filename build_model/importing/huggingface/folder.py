@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from torch import Tensor
+
 from transferry.build_model.importing.formats.foreign import instead
 from transferry.build_model.importing.formats.tensors import DAMAGED, Tensors
 from transferry.build_model.importing.formats.weight_files import open_weights
@@ -25,6 +27,9 @@ REMEDY = DAMAGED
 MOST_SIZE = 1 << 24
 # Where a checkpoint may be within the folder of a training or of a download.
 INNER = ("*", "snapshots/*", "*/snapshots/*")
+
+# Text part of models that read images too, by model_type, where text_config names no other.
+TEXT_PARTS = {"gemma3": "gemma3_text", "mistral3": "mistral"}
 
 Value = TypeVar("Value")
 
@@ -149,12 +154,14 @@ class PretrainedFolder:
         generation: generation_config.json, empty if absent.
         tokenizer: tokenizer_config.json, empty if absent.
         special_tokens: special_tokens_map.json, empty if absent.
+        text_notes: A note on the parts that read images; set by `tensors`.
         notes: Differences of the tokenizer from its files, for the summary.
         segments: Of the tokens of a pair of texts, as the tokenizer numbers them; set by it.
         side: Side at which texts are cut where tokenizer_config.json names none; set by the
             tokenizer.
         padded: Tokens that the tokenizer puts after a text and that no head reads; set by it.
         pairs: Whether the chat template joins pairs of texts; set by the importer.
+        images: Names of the parts that read images, as tensors begin; set by `take_text`.
         size: Ids of the vocabulary; set by the importer.
         lower: Whether texts are lower-cased before the tokenizer reads them; set by the importer.
     """
@@ -175,10 +182,12 @@ class PretrainedFolder:
         )
         self.generation, self.tokenizer, self.special_tokens = others
         self.notes: list[str] = []
+        self.text_notes: list[str] = []
         self.segments: list[int] = []
         self.side = "right"
         self.padded = 0
         self.pairs = False
+        self.images: tuple[str, ...] = ()
         self.size = MOST_SIZE
         self.lower = False
 
@@ -234,7 +243,46 @@ class PretrainedFolder:
         Raises:
             InputError: There are no weights that can be read, or an index is malformed.
         """
-        return open_weights(self.folder)
+        tensors = open_weights(self.folder)
+        return WithoutImages(tensors, self) if self.images else tensors
+
+    def take_text(self) -> None:
+        """Leaves the text part of a model that reads images too: `text_config` and its tensors."""
+        found = dict(self.config.values)
+        text = found.pop("text_config", None)
+        kind = TEXT_PARTS.get(str(found.get("model_type")))
+        if kind is None or not isinstance(text, dict):
+            return
+        # Of the whole model, where both name it.
+        whole = {name: found[name] for name in ("tie_word_embeddings",) if name in found}
+        self.config.values = {**found, "model_type": kind, **text, **whole}
+        self.images = ("vision_tower.", "multi_modal_projector.")
+
+
+class WithoutImages(Tensors):
+    """Tensors of the text part, under the names of a model of text alone."""
+
+    def __init__(self, tensors: Tensors, folder: PretrainedFolder) -> None:
+        self.origin, self._tensors = tensors.origin, tensors
+        self._names: dict[str, str] = {}
+        left = 0
+        for name, tensor in tensors.shapes.items():
+            plain = name.removeprefix("model.").removeprefix("language_model.")
+            if plain.startswith(folder.images):
+                left += tensor.numel()
+            else:
+                self._names[plain.removeprefix("model.")] = name
+        note = f"the text part of a model that reads images; {left:,} parameters left out"
+        folder.text_notes = [note]
+
+    @property
+    def shapes(self) -> Mapping[str, Tensor]:
+        """See Tensors."""
+        return {name: self._tensors.shapes[theirs] for name, theirs in self._names.items()}
+
+    def read(self, name: str) -> Tensor:
+        """See Tensors."""
+        return self._tensors.read(self._names[name])
 
 
 def _elsewhere(folder: Path) -> str:

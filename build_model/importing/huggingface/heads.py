@@ -179,6 +179,7 @@ HEAD = NoPlace("language model head")
 PURPOSES: Mapping[str, Literal["generate", "read", "classify", "tag"]] = {
     "ForCausalLM": "generate",
     "LMHeadModel": "generate",
+    "ForConditionalGeneration": "generate",
     "ForSequenceClassification": "classify",
     "ForTokenClassification": "tag",
     "Model": "read",
@@ -210,7 +211,7 @@ def reads(config: Settings, family: Family, *, module: bool) -> bool:
     # A file without a class generates, as does a class of somebody else named ForCausalLM.
     generates = generating(config)
     if not generates and name not in {f"{stem}{end}" for stem in stems}:
-        ends = ", ".join(end for end in PURPOSES if end != "LMHeadModel")
+        ends = ", ".join(end for end in PURPOSES if end[-9:] not in ("HeadModel", "eneration"))
         supported = f"names that begin with {' or '.join(stems)} and end with {ends}"
         config.refuse("architectures", config.get("architectures"), supported)
     return module or not generates

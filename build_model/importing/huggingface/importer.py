@@ -117,7 +117,7 @@ def read_pretrained(
         shape = replace(shape, tied=False)
         notes.append(f"tie_word_embeddings is true, but {output} is no embedding: kept as it is")
     weights = convert_weights(family, shape, tensors, str(folder))
-    notes += [] if adapter is None else [adapter.describe()]
+    notes += pretrained.text_notes + ([] if adapter is None else [adapter.describe()])
     notes += [f"tokenizer: {note}" for note in pretrained.notes] + _look_alikes(tokenizer)
     unused = _without_effect(folder, pretrained, sentence, shape, left)
     found = (kind, shape, weights, tokenizer, generation, left_out)
@@ -134,6 +134,7 @@ def _modules(
         require(sentence is None, "--score-tokens", f"left out with {MODULES}", ",".join(scores))
         sentence = scored_by(pretrained, scores)
     pretrained.pairs = sentence is not None and bool(sentence.scores)
+    pretrained.take_text()
     return pretrained, sentence
 
 

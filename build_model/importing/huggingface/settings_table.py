@@ -47,8 +47,8 @@ WITHOUT_EFFECT: Mapping[str, Mapping[str, str]] = {
             "embd_pdrop embedding_dropout encoder_layerdrop gradient_checkpointing "
             "hidden_dropout hidden_dropout_prob init_std initializer_cutoff_factor "
             "initializer_factor initializer_range layer_norm_dropout layerdrop mlp_dropout mup "
-            "pooler_dropout qa_dropout repad_logits_with_grad resid_pdrop router_aux_loss_coef "
-            "save_step seq_classif_dropout seq_length sinusoidal_pos_embds "
+            "pooler_dropout qa_dropout repad_logits_with_grad resid_pdrop residual_dropout "
+            "router_aux_loss_coef save_step seq_classif_dropout seq_length sinusoidal_pos_embds "
             "sparse_pred_ignore_index "
             "sparse_prediction summary_first_dropout summary_last_dropout tf_legacy_loss "
             "tie_weights_"
@@ -79,6 +79,11 @@ WITHOUT_EFFECT: Mapping[str, Mapping[str, str]] = {
             "summary_use_proj type_vocab_size"
         ),
         PIPELINE: "prefix task_specific_params",
+        "of images": (
+            "boi_token_index eoi_token_index image_token_id image_token_index mm_tokens_per_image "
+            "multimodal_projector_bias projector_hidden_act spatial_merge_size vision_config "
+            "vision_feature_layer"
+        ),
         FILES: (
             "add_bias_logits layer_norm_elementwise_affine n_ctx pad_vocab_size_multiple "
             "tie_encoder_decoder"

@@ -52,8 +52,8 @@ class NormedAttention(MultiHeadAttention):
 
 
 def _normed(x: Tensor, norm: nn.Module) -> Tensor:
-    """Normalises each head of x [batch, length, heads * d_head], or all together."""
-    heads: Tensor = norm(x.reshape(x.shape[0], x.shape[1], -1, norm.weight.shape[0]))  # type: ignore[index, arg-type]
+    """Normalises each head of x [..., heads * d_head], or all together."""
+    heads: Tensor = norm(x.reshape(*x.shape[:-1], -1, norm.weight.shape[0]))  # type: ignore[index, arg-type]
     return heads.reshape(x.shape)
 
 

@@ -136,6 +136,68 @@ def olmo2(draw: Draw) -> dict[str, Any]:
     return llama_like(draw, attention_bias=draw.choice([True, False]))
 
 
+def olmo3(draw: Draw) -> dict[str, Any]:
+    kinds = ("default", "linear", "llama3", "yarn")
+    far = {"sliding_attention": rope(draw, kinds=KINDS), "full_attention": rope(draw, kinds=kinds)}
+    more = {"sliding_window": draw.choice([3, 6]), "layer_types": layer_types(draw, 3)}
+    return olmo2(draw) | more | {"rope_parameters": far}
+
+
+def olmo(draw: Draw) -> dict[str, Any]:
+    found = llama_like(draw, attention_bias=draw.choice([True, False]))
+    return {name: value for name, value in found.items() if name != "rms_norm_eps"}
+
+
+def granite(draw: Draw) -> dict[str, Any]:
+    return llama_like(
+        draw,
+        attention_bias=draw.choice([True, False]),
+        mlp_bias=draw.choice([True, False]),
+        attention_multiplier=draw.choice([0.0625, 0.3]),
+        embedding_multiplier=draw.choice([1.0, 12.0]),
+        residual_multiplier=draw.choice([1.0, 0.22]),
+        logits_scaling=draw.choice([1.0, 8.0, 6.3]),
+    )
+
+
+def gemma(draw: Draw) -> dict[str, Any]:
+    return llama_like(
+        draw,
+        head_dim=draw.choice([8, 16]),
+        attention_bias=draw.choice([True, False]),
+        hidden_act=draw.choice(["gelu_pytorch_tanh", "gelu", "silu"]),
+    )
+
+
+def layer_normed(draw: Draw, **more: Any) -> dict[str, Any]:
+    """Settings of a decoder with LayerNorm and, where `share`, partly rotary positions."""
+    found = llama_like(draw) | {"layer_norm_eps": draw.choice([1e-5, 1e-6])} | more
+    share = found.pop("share", True)
+    parameters = rope(draw, share=share, kinds=KINDS)
+    return {name: each for name, each in found.items() if name != "rms_norm_eps"} | {
+        "rope_parameters": parameters
+    }
+
+
+def phi(draw: Draw) -> dict[str, Any]:
+    return layer_normed(draw, qk_layernorm=draw.choice([True, False]), hidden_act="gelu_new")
+
+
+def stablelm(draw: Draw) -> dict[str, Any]:
+    return layer_normed(
+        draw,
+        use_qkv_bias=draw.choice([True, False]),
+        use_parallel_residual=draw.choice([True, False]),
+    )
+
+
+def starcoder2(draw: Draw) -> dict[str, Any]:
+    more = {"use_bias": draw.choice([True, False]), "sliding_window": draw.choice([None, 4])}
+    acts = draw.choice(["gelu_pytorch_tanh", "relu"])
+    found = layer_normed(draw, share=False, norm_epsilon=1e-6, hidden_act=acts, **more)
+    return {name: each for name, each in found.items() if name != "layer_norm_eps"}
+
+
 def smollm3(draw: Draw) -> dict[str, Any]:
     slides = draw.choice([True, False])
     return llama_like(
@@ -247,6 +309,13 @@ TYPES: dict[str, tuple[str, Callable[[Draw], dict[str, Any]]]] = {
     "gemma3_text": ("Gemma3ForCausalLM", gemma3),
     "olmo2": ("Olmo2ForCausalLM", olmo2),
     "smollm3": ("SmolLM3ForCausalLM", smollm3),
+    "olmo": ("OlmoForCausalLM", olmo),
+    "olmo3": ("Olmo3ForCausalLM", olmo3),
+    "granite": ("GraniteForCausalLM", granite),
+    "gemma": ("GemmaForCausalLM", gemma),
+    "phi": ("PhiForCausalLM", phi),
+    "stablelm": ("StableLmForCausalLM", stablelm),
+    "starcoder2": ("Starcoder2ForCausalLM", starcoder2),
     "gpt_neox": ("GPTNeoXForCausalLM", gpt_neox),
     "opt": ("OPTForCausalLM", opt),
     "marian": ("MarianMTModel", marian),

@@ -9,7 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from tests.build_model.importing.huggingface.drawn import SEEDS, transformers
+from tests.build_model.importing.huggingface.drawn import (
+    LONGEST,
+    SEEDS,
+    TYPES,
+    Draw,
+    byte_level_tokenizer,
+    exact,
+    randomise,
+    require_equal,
+    transformers,
+)
 from tests.build_model.importing.huggingface.heads import TEXTS, Theirs, write
 from transferry.build_model.checkpoint import load_checkpoint
 from transferry.build_model.importing.huggingface.decoder_only import FAMILIES
@@ -17,13 +27,12 @@ from transferry.build_model.importing.huggingface.importer import import_pretrai
 from transferry.runtime.errors import InputError
 
 CLASSES = ("ForSequenceClassification", "ForTokenClassification", "Model")
-# Without a class for tokens.
-TEXTS_ALONE = ("gemma3_text", "olmo2", "opt")
 
 
 def suffix_of(kind: str, seed: int) -> str:
-    suffix = CLASSES[seed % 3]
-    return "Model" if suffix == CLASSES[1] and kind in TEXTS_ALONE else suffix
+    """A class that transformers has of the type."""
+    stem, suffix = FAMILIES[kind].stems.split()[-1], CLASSES[seed % 3]
+    return suffix if hasattr(transformers, f"{stem}{suffix}") else "Model"
 
 
 @torch.inference_mode()
@@ -112,3 +121,44 @@ def test_classes_of_transformers_are_known() -> None:
     for family in FAMILIES.values():
         for stem in family.stems.split():
             assert hasattr(transformers, f"{stem}Model") or stem == "Gemma3"
+
+
+VISION = {
+    "gemma3": {"model_type": "siglip_vision_model", "image_size": 28, "patch_size": 14},
+    "mistral3": {"model_type": "pixtral", "image_size": 28, "patch_size": 14, "head_dim": 8},
+}
+
+
+@pytest.mark.parametrize("older", [True, False])
+@pytest.mark.parametrize(("kind", "text"), [("gemma3", "gemma3_text"), ("mistral3", "mistral")])
+@torch.inference_mode()
+def test_the_text_part_of_a_model_that_reads_images(
+    kind: str, text: str, older: bool, tmp_path: Path
+) -> None:
+    name = f"{kind.capitalize()}ForConditionalGeneration"
+    folder, model_class = tmp_path / "theirs", getattr(transformers, name)
+    theirs = byte_level_tokenizer(folder, "<s>", "")
+    ids = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "vocab_size": len(theirs)}
+    chosen = TYPES[text][1](Draw(f"text of {kind}")) | ids | {"max_position_embeddings": LONGEST}
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    vision = VISION[kind] | sizes | {"num_attention_heads": 2}
+    more = {"mm_tokens_per_image": 4} if kind == "gemma3" else {}
+    config = model_class.config_class(
+        text_config={"model_type": text, **chosen}, vision_config=vision, **more
+    )
+    torch.manual_seed(0)
+    made = model_class(config).eval()
+    randomise(made)
+    made.save_pretrained(folder, save_original_format=older)
+    said: list[str] = []
+    import_pretrained(folder, tmp_path / "run", say=said.append)
+    assert "the text part of a model that reads images; " in said[0]
+    ours = load_checkpoint(tmp_path / "run").model.double()
+    rows = torch.randint(3, len(theirs), (2, 9))
+    with exact():
+        exactly = model_class(config).eval()
+    exactly.load_state_dict(made.double().state_dict())
+    with exact():
+        wanted = exactly.double()(input_ids=rows).logits
+    nothing = rows[:, :0]
+    require_equal(ours(nothing, nothing.bool(), rows), wanted)
