@@ -13,7 +13,7 @@ from typing import Any
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint
 from transferry.build_model.checkpoint_folder import is_pretrained
 from transferry.build_model.importing.huggingface.importer import import_pretrained
-from transferry.runtime.errors import UsageError
+from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.io.folders import names_function, staged_folder, temporary_folder
 from transferry.runtime.tokenizer.byte_pair import AnyTokenizer
 
@@ -46,6 +46,11 @@ def load_reference(
         from transferry.build_model.own.load import load_own
 
         return load_own(function, str(folder), tokenizer)
+    if not folder.exists():
+        raise InputError(
+            f"{folder}: expected a folder that `transferry import` reads, a checkpoint, "
+            "or module:function, found nothing of these"
+        )
     if not is_pretrained(folder):
         if kept is not None:
             raise UsageError(f"{folder} is a checkpoint, so none is kept; leave --keep out")

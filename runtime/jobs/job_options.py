@@ -74,6 +74,8 @@ class JobOptions(TaskOptions):
             )
         if self.task is not None:
             self._check_task(self.task)
+        else:  # of the options together, those of generation alone can conflict
+            TASKS["generate"].check(self)
         if self.encoding is not None:
             _require_encoding(self.encoding)
         named = self.dialect["delimiter"]

@@ -213,8 +213,9 @@ def test_vectors_are_written(
             "fill-mask writes jsonl or text or tsv or csv or parquet, not npy",
         ),
         (["--task", "fill-mask", "--beam", "4"], "--beam has no effect on task fill-mask"),
-        (["--task", "fill-mask", "--top", "0"], "top must be at least 1, found 0"),
-        ([], "its tasks are embed and fill-mask"),
+        (["--task", "fill-mask", "--top", "0"], "must be a whole number of at least 1, found 0"),
+        ([], "task embed writes npy or parquet or jsonl or openai, not text"),
+        (["--task", "generate"], "its tasks are embed and fill-mask"),
     ],
 )
 def test_tasks_that_cannot_be(
