@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--others", type=int, default=1000)
     parser.add_argument("--faults", type=int, default=150, help="planted in each variant")
     parser.add_argument("--listed", action="store_true", help="those of the self-test too")
-    parser.add_argument("--kind", help="random faults whose kind begins so")
+    parser.add_argument("--kind", default="", help="random faults whose kind begins so; a,b")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--variants", default="portable,cpu-fp32,cpu-int8")
     arguments = parser.parse_args()
@@ -148,7 +148,7 @@ class Trial:
             listed = faults_of(BundleCopy(self.bundle, self.variant, place))
         drawn = random_faults(20 * arguments.faults, tokens, seed=arguments.seed)
         for fault in chain(listed, drawn):
-            if not arguments.kind or fault.kind.startswith(arguments.kind):
+            if fault.kind.startswith(tuple(arguments.kind.split(","))):
                 yield fault
 
     @cached_property

@@ -112,7 +112,7 @@ BFLOAT16 = Precision(
 INT8 = Precision(
     "int8",
     EIGHT_BITS,
-    most=4.0,
+    most=2.0,
     integers=True,
     calibrated=True,
     foreign=2.0**-3,
