@@ -14,6 +14,7 @@ from transferry.build_model.model.parts.embeddings import (
 from transferry.build_model.model.parts.heads import HeadConfig
 from transferry.build_model.model.parts.inputs import InputsConfig
 from transferry.build_model.model.parts.multipliers import MultipliersConfig
+from transferry.build_model.model.parts.rereading import RereadingConfig
 from transferry.build_model.model.parts.rotary import RotaryConfig
 from transferry.build_model.model.parts.scores import QueryKeyNormConfig, SoftcapConfig
 from transferry.build_model.model.parts.shapes import (
@@ -31,6 +32,7 @@ class ModelConfig(
     MultipliersConfig,
     DisentangledConfig,
     CausalConfig,
+    RereadingConfig,
     InputsConfig,
     HeadConfig,
     OutputsConfig,

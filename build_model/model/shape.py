@@ -219,6 +219,11 @@ class TransformerConfig(JsonConfig):
         return shared and self.architecture == "encoder-decoder"
 
     @property
+    def two_stacks(self) -> bool:
+        """Whether one stack attends to the output of the other."""
+        return self.architecture == "encoder-decoder"
+
+    @property
     def d_head(self) -> int:
         """Width of one attention head, d_k in the paper."""
         return self.d_model // self.heads

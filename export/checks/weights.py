@@ -107,7 +107,7 @@ class CheckpointWeights:
 
     def _divisor(self, name: str) -> float:
         """Divisor of the attention scores in the layer of a weight; 1 outside of layers."""
-        found = re.match(r"(encoder|decoder)\.(\d+)\.", name)
+        found = re.match(r"(encoder|decoder|rereading)\.(\d+)\.", name)
         if found is None:
             return 1.0
         encodes = found[1] == "encoder"

@@ -26,7 +26,8 @@ def attentions_to_fuse(config: ModelConfig) -> int:
     these products and the softmax.
     """
     plain = config.positions != "rotary" and config.kv_heads == config.heads
-    return config.encoder_layers if plain and not config.attention_softcap else 0
+    attentions = config.encoder_layers + 2 * config.rereading_layers
+    return attentions if plain and not config.attention_softcap else 0
 
 
 def fuse_attentions(encoder: Graph) -> int:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from transferry.build_model.importing.huggingface.folder import Settings
+from transferry.build_model.importing.huggingface.heads import classifier
 from transferry.build_model.importing.huggingface.tables import (
     ACTIVATIONS,
     BUFFER,
@@ -311,10 +312,19 @@ FAMILIES = {
     "pegasus": Family(
         "PEGASUS", _pegasus_shape, PEGASUS, ("model.",), _marian_computes, reads_lines=True
     ),
-    "bart": Family("BART", _bart_shape, BART, ("model.",), _no_bias, reads_lines=True),
+    "bart": Family(
+        "BART",
+        *(_bart_shape, BART, ("model.",), _no_bias),
+        classifier=classifier(
+            *("classification_head.dense", "classification_head.out_proj"),
+            width="d_model",
+            poolings={"last": {"pooling": ("last",)}},
+        ),
+        reads_lines=True,
+    ),
     "mbart": Family("mBART, mBART-50", _mbart_shape, MBART, ("model.",), _no_bias),
     "m2m_100": Family("M2M-100, NLLB-200", _m2m_shape, M2M, ("model.",), m2m_positions),
-    "t5": Family("T5, T5 1.1, Flan-T5, ByT5", _t5_shape, T5, (), reads_lines=True),
-    "mt5": Family("mT5", _t5_shape, T5, (), reads_lines=True),
-    "umt5": Family("UMT5", _t5_shape, UMT5, (), reads_lines=True),
+    "t5": Family("T5, T5 1.1, Flan-T5, ByT5", _t5_shape, T5, (), stems="T5", reads_lines=True),
+    "mt5": Family("mT5", _t5_shape, T5, (), stems="MT5", reads_lines=True),
+    "umt5": Family("UMT5", _t5_shape, UMT5, (), stems="UMT5", reads_lines=True),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, cast
 
@@ -269,3 +270,57 @@ def as_reader(config: Settings, family: Family, shape: ModelConfig) -> tuple[Fam
         table=table,
         computes=lambda _: {renamed(name): tensor for name, tensor in computed.items()},
     ), read
+
+
+def as_source_reader(
+    config: Settings, family: Family, shape: ModelConfig, *, module: bool
+) -> tuple[Family, ModelConfig]:
+    """Returns an encoder-decoder type as an encoder-only one where it does not generate.
+
+    Args:
+        config: config.json.
+        family: Its type; with stems, its encoder alone is a class of transformers.
+        shape: Shape of the type.
+        module: Whether it is a module of sentence-transformers, which takes the encoder.
+    """
+    stems = family.stems.split()
+    if stems and (module or _class(config) in {f"{stem}EncoderModel" for stem in stems}):
+        return _encoder_of(family, shape)
+    if family.classifier(config) is not None:
+        return _rereading(config, family, shape)
+    return family, shape
+
+
+def _encoder_of(family: Family, shape: ModelConfig) -> tuple[Family, ModelConfig]:
+    """Returns the encoder of an encoder-decoder type."""
+    moved: dict[str, str | Move | NoPlace] = {"lm_head.weight": HEAD}
+    moved |= {each: NoPlace("decoder") for each in family.table if each.startswith("decoder.")}
+    read = dataclasses.replace(
+        shape,
+        architecture="encoder-only",
+        decoder_layers=0,
+        lm_head=False,
+        tied=True,
+        scale_output=False,
+    )
+    return dataclasses.replace(family, table={**family.table, **moved}), read
+
+
+def _rereading(config: Settings, family: Family, shape: ModelConfig) -> tuple[Family, ModelConfig]:
+    """Returns an encoder-decoder type whose decoder reads the source, as its classifiers do."""
+    read = dataclasses.replace(
+        shape,
+        architecture="encoder-only",
+        decoder_layers=0,
+        rereading_layers=shape.decoder_layers,
+        rereading_begin=config.whole("decoder_start_token_id", 2),
+        lm_head=False,
+        tied=True,
+        output_bias=False,
+    )
+    table = {
+        name: re.sub("^decoder", "rereading", place) if isinstance(place, str) else place
+        for name, place in family.table.items()
+    }
+    table |= {"lm_head.weight": HEAD, "final_logits_bias": HEAD}
+    return dataclasses.replace(family, table=table, computes=lambda _: {}), read

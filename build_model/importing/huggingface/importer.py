@@ -24,7 +24,7 @@ from transferry.build_model.importing.huggingface.folder import (
     require_plain,
 )
 from transferry.build_model.importing.huggingface.generation import generation_defaults
-from transferry.build_model.importing.huggingface.heads import as_reader, reads
+from transferry.build_model.importing.huggingface.heads import as_reader, as_source_reader, reads
 from transferry.build_model.importing.huggingface.settings_table import judge
 from transferry.build_model.importing.huggingface.tables import Family, Table
 from transferry.build_model.importing.huggingface.tokenizer.vocabularies import TOKENIZERS
@@ -161,7 +161,8 @@ def _model_type(config: Settings, sentence: SentenceModules | None) -> str:
             'such as "model_type": "bert"'
         )
     kind = config.choice("model_type", {name: name for name in FAMILIES}, "")
-    known = {**encoder_only.FAMILIES, **decoder_only.FAMILIES}
+    encoders = [name for name, each in encoder_decoder.FAMILIES.items() if each.stems]
+    known = (*encoder_only.FAMILIES, *encoders, *decoder_only.FAMILIES)
     if sentence is not None and kind not in known:
         config.refuse("model_type", kind, f"{' or '.join(known)} with {MODULES}")
     require_plain(config)
@@ -177,9 +178,13 @@ def _shape(
         shape = family.shape(config, pretrained.names())
         generator = shape
         alone, module = shape.architecture == "decoder-only", sentence is not None
+        if shape.architecture == "encoder-decoder":
+            family, shape = as_source_reader(config, family, shape, module=module)
         if alone and reads(config, family, module=module):
             family, shape = as_reader(config, family, shape)
-        config.only("is_encoder_decoder", shape.architecture == "encoder-decoder")
+        if shape.two_stacks or not generator.two_stacks:
+            config.only("is_encoder_decoder", shape.two_stacks)
+        config.get("is_encoder_decoder")  # files of an encoder alone have either
         if sentence is not None and sentence.settings.task == "embed":
             fields: Mapping[str, Any] = sentence.fields
             table: Table = sentence.table

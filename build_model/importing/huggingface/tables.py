@@ -82,7 +82,8 @@ class Family:
         computes: Tensors that a formula gives if the file lacks them.
         classifier: Returns the head that config.json names, None without one.
         segments: Name of the vectors of segments; empty if the type does not tell them apart.
-        stems: Beginnings of the names of its classes, such as Llama, of a decoder-only type.
+        stems: Beginnings of the names of its classes, such as Llama, of a decoder-only type,
+            or of an encoder-decoder type with a class of the encoder alone.
         reads_lines: Whether such models were trained on texts with line breaks, and must get them
             whole; translators of sentences were not.
     """

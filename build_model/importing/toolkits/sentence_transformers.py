@@ -306,7 +306,8 @@ def _pooling(settings: Settings, texts: Settings) -> tuple[Pooling, ...]:
         if not isinstance(kind, str) or kind not in POOLINGS:
             settings.refuse("pooling_mode", kind, " or ".join(POOLINGS))
     # A prompt is part of the text, as by default; the last token belongs to no prompt.
-    if set(kinds) != {"lasttoken"} and any(dict(texts.get("prompts", {})).values()):
+    prompts = texts.get("prompts", {})
+    if set(kinds) != {"lasttoken"} and isinstance(prompts, dict) and any(prompts.values()):
         settings.only("include_prompt", True)
     settings.get("include_prompt")
     settings.get("word_embedding_dimension", settings.get("embedding_dimension"))

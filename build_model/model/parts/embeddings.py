@@ -118,7 +118,7 @@ class SourceConfig(TransformerConfig):
     def check(self) -> None:
         """See `TransformerConfig.check`."""
         super().check()
-        both = self.architecture == "encoder-decoder"
+        both = self.two_stacks
         for name in ("source_vocabulary_size", "encoder_heads", "encoder_d_ff"):
             value = getattr(self, name)
             require(both or not value, name, "0 unless there are two stacks", value)

@@ -24,7 +24,8 @@ from tests.build_model.importing.huggingface.encoder_types import WITH_SEGMENTS
 from transferry.build_model.importing.huggingface.decoder_only import FAMILIES as DECODERS
 
 TEXTS = ["the cat sat", "Straße über Häuser, the mat", "a", "on the mat " * 6]
-EXPORTED = ("bert", "qwen3")  # through bundle and engine too; exporting takes seconds
+T5_KINDS = ("t5", "mt5", "umt5")
+EXPORTED = ("bert", "qwen3", "t5")  # through bundle and engine too; exporting takes seconds
 
 
 def join_pairs(folder: Path, kind: str) -> None:
@@ -38,7 +39,7 @@ def join_pairs(folder: Path, kind: str) -> None:
         pair = "<s> $A </s> $B </s>"
     if kind in ("llama", "mistral", "gemma2", "gemma3_text"):
         single, pair = "<s> $A", "<s> $A <s> $B"
-    elif kind in DECODERS:
+    elif kind in DECODERS or kind in T5_KINDS:
         single, pair = "$A </s>", "$A $B </s>"
     made.post_processor = tokenizers.processors.TemplateProcessing(
         single=single, pair=pair, special_tokens=[("<s>", 0), ("</s>", 2)]
@@ -59,10 +60,10 @@ class Theirs:
         name, drawn = TYPES[kind]
         if kind == "gemma3_text" and suffix != "ForCausalLM":
             name = "Gemma3TextForCausalLM"
-        stem = re.sub("(ForMaskedLM|ForCausalLM|LMHeadModel)$", "", name)
+        stem = re.sub("(For(MaskedLM|CausalLM|ConditionalGeneration)|LMHeadModel)$", "", name)
         model_class = getattr(transformers, f"{stem}{suffix}")
         ends = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
-        positions = {} if kind == "gpt2" else {"max_position_embeddings": LONGEST}
+        positions = {} if kind in ("gpt2", *T5_KINDS) else {"max_position_embeddings": LONGEST}
         chosen = drawn(Draw(f"{kind} {seed} {suffix}")) | positions | ends | settings
         if kind in WITH_SEGMENTS:
             chosen["type_vocab_size"] = 2
