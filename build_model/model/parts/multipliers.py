@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import msgspec
 from torch import Tensor
 
 from transferry.build_model.model.layers import Residual
-from transferry.build_model.model.shape import TransformerConfig
+from transferry.build_model.model.shape import LATER, TransformerConfig
 from transferry.build_model.model.transformer import Transformer
 from transferry.runtime.errors import require
 
@@ -27,9 +27,9 @@ class MultipliersConfig(TransformerConfig):
         logit_divisor: Divisor of the logits.
     """
 
-    embedding_multiplier: Factor = 1.0
-    residual_multiplier: Factor = 1.0
-    logit_divisor: Factor = 1.0
+    embedding_multiplier: Factor = field(default=1.0, metadata=LATER)
+    residual_multiplier: Factor = field(default=1.0, metadata=LATER)
+    logit_divisor: Factor = field(default=1.0, metadata=LATER)
 
     def check(self) -> None:
         """See `TransformerConfig.check`."""
