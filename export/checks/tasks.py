@@ -77,9 +77,11 @@ OTHERWISE: Mapping[str, Sequence[Mapping[str, Any]]] = {
     "answer": [{"top": 3, "handle_impossible_answer": True}, {"top": 2, "max_answer_len": 2}],
     "fill-mask": [{"top": 1}],
     "sparse": [{"top": 3, "normalise": True}, {"pooling": "mean"}],
+    "tokens": [{"prompt": "document"}],
 }
 SPECIAL = "special"  # rows of the main task that are no line of the text
 WINDOW = "window"  # further windows of rows
+QUERY = "query"  # rows of the other side of a search
 
 
 class Watched(EncoderModel):
@@ -194,9 +196,9 @@ class _Serving:
                 RESULTS[task](self.inputs, row, result, *tensors, **settings) for tensors in served
             ):
                 told = "does not follow from its tensors"
-            if told:
+            if told and not self.problems.get(task):  # a call before may have been right
                 named = " with ".join([task, *(f"{k} {v}" for k, v in settings.items())])
-                self.problems.setdefault(task, f"{named}: the result of {row.texts} {told}")
+                self.problems[task] = f"{named}: the result of {row.texts} {told}"
         self.problems.setdefault(task, "")
 
     def comparisons(self) -> list[Comparison]:
@@ -224,7 +226,7 @@ def encoder_tasks(checkpoint: Checkpoint) -> list[str]:
     tasks = ["embed"]
     if checkpoint.model.config.lm_head and mask_id is not None:
         tasks = ["fill-mask", "embed"]
-        if head is not None and head.vectors == "sparse":
+        if head is not None and head.vectors != "dense":
             tasks = tasks[::-1]
     if head is not None and head.task != "embed":
         tasks = [head.task, *tasks]
@@ -297,9 +299,14 @@ class ServedTasks:
         for task in [task for task in self.tasks if task in engine.tasks]:
             own = mains if task == self.runs else rows.get(task, ())
             serving.answer(engine, task, own)
-            sparse = task == "embed" and self.inputs.head.vectors == "sparse"
-            for settings in OTHERWISE.get("sparse" if sparse else task, ()) if whole else ():
+            kind = self.inputs.head.vectors
+            named = kind if task == "embed" and kind != "dense" else task
+            for settings in OTHERWISE.get(named, ()) if whole else ():
                 serving.answer(engine, task, own[: max(MIXED)], **settings)
+        if queries := rows.get(QUERY):
+            slots = engine.batches.rows if whole else 0
+            count = max(len(queries), REPLICAS * slots + slots // 2)
+            serving.answer(engine, "embed", list(islice(cycle(queries), count)), prompt=QUERY)
         if self.main != "embed":
             serving.embed_ids(engine, mains[::SAMPLED])
         if whole and self.runs in engine.tasks:
@@ -331,6 +338,7 @@ class ServedTasks:
         rows = [(SPECIAL, row) for row in inputs.special_rows(self.main, most)]
         for task in self.tasks[1:]:
             rows += [(task, row) for row in inputs.rows(task)[:FEW]]
+        rows += [(QUERY, row) for row in inputs.queries()]
         rows += [(self.main, row) for row in inputs.rows(self.main)]
         width = config.vocabulary_size if config.lm_head else config.d_model
         chunk: list[tuple[str, Expected]] = []
@@ -368,7 +376,9 @@ class ServedTasks:
     def _judged(self, tensors: Tensors) -> Floats:
         """Returns the vector or scores that no choice is made by; empty where labels are chosen."""
         if self.main == "embed":
-            return self.inputs.values(tensors)["vector"]
+            vector = self.inputs.values(tensors)["vector"]
+            # Of the vectors of tokens the first, whose query sees the whole text.
+            return vector[0] if self.inputs.head.vectors == "tokens" else vector
         head = self.head
         if head is None or (head.probabilities != "none" and len(head.labels) > 1):
             return np.zeros(0)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.export.oracle.cases import random_sources
-from transferry.runtime.bundle.head import Aggregation, HeadSettings
+from transferry.runtime.bundle.head import Aggregation, HeadSettings, Side
 from transferry.runtime.decoding.decoder import Tensors
 from transferry.runtime.engine.prompts import Asked, Prompt
 from transferry.runtime.engine.tasks.fill_mask import MASK
@@ -76,7 +76,10 @@ class Inputs:
         self.special = special = self.tokenizer.special
         self.head = checkpoint.head or HeadSettings("embed")
         self.with_head = checkpoint.head is not None
-        limits = config.max_positions, self.head.longest, special.longest
+        sides = self.head.sides.values()
+        longest = max([self.head.longest, *(side.longest for side in sides)])
+        limits = config.max_positions, longest, special.longest
+        self.prompt = "" if self.head.sides else self.head.prompt(None)
         self.most = min(limit for limit in limits if limit)
         random = map(self.tokenizer.decode, random_sources(config, MADE_UP))
         self.texts = [text for text in texts or random if text.strip()] or ["a"]
@@ -110,8 +113,23 @@ class Inputs:
         return tuple(self.special.wrap(ids[left : left + room]))
 
     def plain(self, text: str, prompt: str = "") -> Row:
-        """Returns a text after a prompt."""
+        """Returns a text after a prompt, or as a side of a search, which a prompt names."""
+        if self.head.sides:
+            return self._sided(text, self.head.sides[prompt or self.head.default_prompt])
         return Row((text,), self._kept(self.tokenizer.encode(prompt + text)))
+
+    def queries(self) -> list[Row]:
+        """Returns the texts as queries, where these are read in a way of their own."""
+        return [self.plain(text, "query") for text in self.texts if "query" in self.head.sides]
+
+    def _sided(self, text: str, side: Side) -> Row:
+        first, *wrapped = self.special.wrap(self.tokenizer.encode(text))
+        inner = wrapped[: len(wrapped) - len(self.special.after)]
+        most = min(self.most, side.longest)
+        room = most - 1 - len(side.before) - len(self.special.after)
+        left = max(0, len(inner) - room) if self.special.keeps_end else 0
+        ids = [first, *side.before, *inner[left : left + room], *self.special.after]
+        return Row((text,), (*ids, *[side.fill] * (most - len(ids) if side.fill >= 0 else 0)))
 
     def masked(self, text: str) -> Row:
         """Returns a text with some of its words hidden."""
@@ -168,7 +186,7 @@ class Inputs:
         if task == "answer":
             asked = pairwise([*self.texts, self.texts[0]])
             return [row for each in asked for row in self.asked(*each)]
-        prompt = "" if task == "tag" else self.head.prompt(None)
+        prompt = "" if task == "tag" else self.prompt
         paired = task == "classify" and bool(self.head.template)
         rows = [] if paired else [self.plain(text, prompt) for text in self.texts]
         if paired or (task == "classify" and self.special.joins_pairs):
@@ -180,7 +198,7 @@ class Inputs:
         """Returns the longest row, the shortest one, and short ones of up to `most` tokens."""
         masks = task == "fill-mask"
         made: Any = self.masked if masks else self.plain
-        prompt = () if masks or task == "tag" else (self.head.prompt(None),)
+        prompt = () if masks or task == "tag" else (self.prompt,)
         if self.head.template:
             made = lambda text, _: self.pair(text, text)  # noqa: E731
         joined = " ".join(islice(cycle(self.texts), self.most))
@@ -241,8 +259,13 @@ def _plain_embed(
     pooling: str | None = None,
     normalise: bool = False,
     top: int | None = None,
+    prompt: str | None = None,
 ) -> bool:
     wanted = _vector(inputs, tensors, pooling, normalise=normalise)
+    if inputs.head.vectors == "tokens":
+        skipped = inputs.head.sides[prompt or inputs.head.default_prompt].skipped
+        places = [place for place, token in enumerate(row.ids) if token not in skipped]
+        return _alike(result.vectors, wanted[places])
     if pooling is not None or inputs.head.vectors == "dense":
         return _alike(result.vector, wanted)
     best = np.sort(wanted[wanted > 0])[::-1][:top]

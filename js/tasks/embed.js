@@ -22,6 +22,9 @@ export function embed(engine, text, { pooling, normalise = false, prompt, longRo
   if (head?.vectors === "sparse" && pooling === undefined) {
     throw new UsageError("there are no sparse vectors in JavaScript; embed with the Python engine");
   }
+  if (head?.vectors === "tokens") {
+    throw new UsageError("there are no vectors of tokens in JavaScript; embed with the Python engine");
+  }
   const { prompts = {}, default_prompt: usual = "" } = head ?? {};
   const named = prompt ?? usual;
   if (named && !Object.hasOwn(prompts, named)) {

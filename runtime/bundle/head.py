@@ -14,6 +14,23 @@ Aggregation = Literal["none", "simple", "first", "average", "max"]
 
 
 @dataclass(frozen=True)
+class Side:
+    """How the texts of one side of a search are read, where each token has a vector.
+
+    Attributes:
+        longest: Tokens that rows are cut to, special tokens included.
+        before: Ids between the tokenizer's first one and the text.
+        fill: Id that rows are filled up with to `longest` tokens; -1 fills up nothing.
+        skipped: Ids of tokens whose vectors are left out.
+    """
+
+    longest: Whole
+    before: tuple[int, ...] = ()
+    fill: int = -1
+    skipped: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class HeadSettings:
     """Purpose of an encoder-only model's head, and how texts are read for it.
 
@@ -32,7 +49,10 @@ class HeadSettings:
         width: Numbers of a vector that are kept, the first of them; 0 keeps all.
         template: Text of a pair, with the names query and document at odd places; empty where the
             tokenizer joins pairs.
-        vectors: "dense", or "sparse": a weight for each token of the vocabulary, most of them 0.
+        vectors: "dense", "sparse": a weight for each token of the vocabulary, most of them 0, or
+            "tokens": a vector for each token of a text.
+        sides: How texts are read where queries and documents have vectors of tokens, by name;
+            `default_prompt` is one of them.
     """
 
     task: Literal["embed", "classify", "tag", "answer"]
@@ -43,8 +63,20 @@ class HeadSettings:
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str = ""
     width: Whole = 0
-    vectors: Literal["dense", "sparse"] = "dense"
+    vectors: Literal["dense", "sparse", "tokens"] = "dense"
     template: tuple[str, ...] = ()
+    sides: Mapping[str, Side] = field(default_factory=dict)
+
+    def side(self, name: str | None) -> Side:
+        """How texts of a side are read, by default of `default_prompt`.
+
+        Raises:
+            UsageError: There is no such side.
+        """
+        name = name or self.default_prompt
+        if name not in self.sides:
+            raise UsageError(f"prompt must be {' or '.join(self.sides)}, found {shown(name)}")
+        return self.sides[name]
 
     def filled(self, query: str, document: str) -> str:
         """Returns the text of a pair."""

@@ -169,13 +169,13 @@ def _head_problem(head: HeadSettings, variant: Variant) -> str:
     """Mismatch between a graph and the head's settings; "" without one."""
     outputs = variant.graphs["encoder"].outputs if "encoder" in variant.graphs else ()
     found = [spec.shape for spec in outputs if spec.role == "head"]
-    rank = 3 if head.task in ("tag", "answer") else 2
+    rank = 3 if head.task in ("tag", "answer") or head.vectors == "tokens" else 2
     width = len(head.labels)
     if len(found) != 1 or len(found[0]) != rank or not isinstance(found[0][-1], int):
         return f"gives no scores or vectors for task {head.task}"
     if head.task != "embed" and found[0][-1] != width:
         return f"gives {found[0][-1]} scores, and there are {width} labels"
-    if head.default_prompt and head.default_prompt not in head.prompts:
+    if head.default_prompt and head.default_prompt not in {*head.prompts, *head.sides}:
         return f"has no prompt {head.default_prompt!r}"
     return ""
 

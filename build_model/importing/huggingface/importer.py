@@ -34,6 +34,10 @@ from transferry.build_model.importing.huggingface.weights import (
     untied_output,
 )
 from transferry.build_model.importing.imported import Imported, short
+from transferry.build_model.importing.toolkits.late_interaction import (
+    LateInteraction,
+    read_late_interaction,
+)
 from transferry.build_model.importing.toolkits.marian import read_marian
 from transferry.build_model.importing.toolkits.rerankers import joined_by, score_of, scored_by
 from transferry.build_model.importing.toolkits.sentence_transformers import (
@@ -103,7 +107,7 @@ def read_pretrained(
         family, shape = _with_segments(family, shape, pretrained, tokenizer)
     tensors = pretrained.tensors()
     if sentence is not None:
-        head = _joined(sentence, _cut(sentence, head, pretrained, shape), pretrained, tokenizer)
+        head, shape = _joined(sentence, head, shape, pretrained, tokenizer)
         tensors = sentence.tensors(tensors)
     notes: list[str] = []
     generation, left_out = dict[str, Any](), dict[str, Any]()
@@ -128,7 +132,7 @@ def _modules(
     folder: Path, left: frozenset[str], scores: Sequence[str]
 ) -> tuple[PretrainedFolder, SentenceModules | None]:
     """Opens a folder, and its modules if it is of sentence-transformers or becomes a reranker."""
-    sentence = read_sentence_transformers(folder, left)
+    sentence = read_late_interaction(folder, left) or read_sentence_transformers(folder, left)
     pretrained = PretrainedFolder(folder if sentence is None else sentence.transformer, left)
     if scores:
         require(sentence is None, "--score-tokens", f"left out with {MODULES}", ",".join(scores))
@@ -140,15 +144,19 @@ def _modules(
 
 def _joined(
     sentence: SentenceModules,
-    head: HeadSettings,
+    given: HeadSettings | None,
+    shape: ModelConfig,
     pretrained: PretrainedFolder,
     tokenizer: AnyTokenizer,
-) -> HeadSettings:
-    """Adds the template of a reranker's pairs, which holds its prompt."""
+) -> tuple[HeadSettings, ModelConfig]:
+    """Adds how texts are read: cut, and as a reranker's pairs or the sides of a search."""
+    head = _cut(sentence, given, pretrained, shape)
+    if isinstance(sentence, LateInteraction):
+        return sentence.finished(head, shape, tokenizer, pretrained)
     if not sentence.scores:
-        return head
+        return head, shape
     template = joined_by(pretrained, tokenizer, sentence)
-    return replace(head, template=template, prompts={}, default_prompt="")
+    return replace(head, template=template, prompts={}, default_prompt=""), shape
 
 
 def _model_type(config: Settings, sentence: SentenceModules | None) -> str:
@@ -337,6 +345,8 @@ def _cut(
     assert head is not None
     longest = sentence.settings.longest or pretrained.tokenizer.number("model_max_length", MOST)
     own = sentence.settings
+    if isinstance(sentence, LateInteraction):
+        return head
     return replace(
         head,
         longest=int(min(longest, shape.max_positions)) - pretrained.padded,

@@ -162,7 +162,7 @@ def read_sentence_transformers(
             f"imported; supported: {IN_ORDER}"
         )
     texts.only("model_type", "SentenceTransformer")
-    reading = _reading(modules[0][1], "feature-extraction", ignored)
+    reading = reading_of(modules[0][1], "feature-extraction", ignored)
     files = [(SENTENCE, texts), (READING, reading)]
     fields: dict[str, Any] = {"unit_length": kinds[-1] == "Normalize"}
     widths: list[int] = []
@@ -195,7 +195,7 @@ def read_sentence_transformers(
 
 def _cross_encoder(transformer: Path, texts: Settings, ignored: frozenset[str]) -> SentenceModules:
     texts.only("model_type", "CrossEncoder")
-    reading = _reading(transformer, "sequence-classification", ignored)
+    reading = reading_of(transformer, "sequence-classification", ignored)
     longest, lower = _longest(reading), reading.flag("do_lower_case", False)
     rank = texts.choice("activation_fn", RANKS, next(iter(RANKS)))
     head = replace(_settings(texts, longest), task="classify", rank=rank)
@@ -207,7 +207,7 @@ def _sparse_encoder(
     transformer: Path, pooling: Path, texts: Settings, ignored: frozenset[str]
 ) -> SentenceModules:
     texts.only("model_type", "SparseEncoder")
-    reading = _reading(transformer, "fill-mask", ignored)
+    reading = reading_of(transformer, "fill-mask", ignored)
     settings = Settings.read(pooling / CONFIG, ignored=ignored)
     logs = settings.choice("activation_function", {"relu": "", "log1p_relu": "log-"}, "relu")
     kind = settings.choice("pooling_strategy", {"max": "max", "sum": "sum"}, "max")
@@ -226,7 +226,7 @@ def _reranker(
 ) -> SentenceModules:
     """Reads a causal language model whose logits of one or two tokens score a pair."""
     texts.only("model_type", "CrossEncoder")
-    reading = _reading(transformer, "text-generation", ignored, chats=True)
+    reading = reading_of(transformer, "text-generation", ignored, chats=True)
     scoring = Settings.read(score / CONFIG, ignored=ignored)
     scoring.only("module_input_name", "causal_logits")
     tokens: tuple[int, ...] = (scoring.whole("true_token_id"),)
@@ -260,7 +260,9 @@ PAIRS: Mapping[tuple[str, ...], Callable[..., SentenceModules]] = {
 }
 
 
-def _reading(folder: Path, task: str, ignored: frozenset[str], *, chats: bool = False) -> Settings:
+def reading_of(
+    folder: Path, task: str, ignored: frozenset[str], *, chats: bool = False
+) -> Settings:
     """Returns how the Transformer reads texts."""
     found = [folder / name for name in TRANSFORMER if (folder / name).exists()]
     path = found[0] if found else folder / READING
@@ -286,16 +288,22 @@ def _module(folder: Path, entry: Mapping[str, Any]) -> tuple[str, Path]:
     Raises:
         InputError: It is a class of somebody else's, or lies outside of the folder.
     """
-    name, path = entry.get("type"), entry.get("path", "")
+    name = entry.get("type")
     if not isinstance(name, str) or not name.startswith("sentence_transformers."):
         raise InputError(
             f"{folder / MODULES}: expected modules of sentence_transformers, found {name!r}; code "
             "of others is not run"
         )
-    named = isinstance(path, str) and len(path) <= LONGEST_NAME and "\0" not in path
-    if not named or Path(path).name != path:
+    return name.rpartition(".")[2], module_folder(folder, entry)
+
+
+def module_folder(folder: Path, entry: Mapping[str, Any]) -> Path:
+    """Returns the folder of a module; raises InputError if it lies outside of `folder`."""
+    path = entry.get("path", "")
+    short = isinstance(path, str) and len(path) <= LONGEST_NAME and "\0" not in path
+    if not isinstance(path, str) or not short or Path(path).name != path:
         raise InputError(f"{folder / MODULES}: expected folders in {folder}, found {shown(path)}")
-    return name.rpartition(".")[2], folder / path
+    return folder / path
 
 
 def _pooling(settings: Settings, texts: Settings) -> tuple[Pooling, ...]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+import msgspec
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -56,7 +57,9 @@ class HeadConfig(TransformerConfig):
         head_biases: Whether each has a bias.
         head_norm: Norm after the first of them, as in ModernBERT.
         late_pooling: Pool the first layer's output and not its input, as in EuroBERT.
-        unit_length: The head scales its vector to length 1.
+        unit_length: The head scales its vectors to length 1.
+        unseen_token: Token id that no token sees, and that sees all others, as the masks that a
+            query of ColBERT is filled up with (Khattab and Zaharia 2020, section 3.2); -1 for none.
     """
 
     pooling: tuple[Pooling, ...] = ()
@@ -66,6 +69,7 @@ class HeadConfig(TransformerConfig):
     head_norm: bool = False
     late_pooling: bool = field(default=False, metadata=LATER)
     unit_length: bool = False
+    unseen_token: Annotated[int, msgspec.Meta(ge=-1)] = field(default=-1, metadata=LATER)
 
     def check(self) -> None:
         """See `TransformerConfig.check`."""
@@ -79,8 +83,12 @@ class HeadConfig(TransformerConfig):
             require(given == layers, name, f"one for each of {layers} layers of the head", given)
         expected = "false unless the head has a linear layer"
         require(bool(layers) or not self.head_norm, "head_norm", expected, "true")
-        expected = "false unless hidden states are pooled"
-        require(bool(self.pooling) or not self.unit_length, "unit_length", expected, "true")
+        expected = "false unless the model has a head"
+        require(self.has_head or not self.unit_length, "unit_length", expected, "true")
+        # Masks that are to be filled are seen, and in a window there may be nothing else.
+        fits = alone and not self.has_logits and self.unseen_token < self.source_vocabulary
+        expected = "-1 unless an id of an encoder-only model without logits"
+        require(fits or self.unseen_token < 0, "unseen_token", expected, self.unseen_token)
         expected = "false unless the head has a linear layer and one pooling"
         late = bool(layers) and len(self.pooling) == 1
         require(late or not self.late_pooling, "late_pooling", expected, "true")
@@ -92,7 +100,8 @@ class HeadConfig(TransformerConfig):
     def parts(self) -> tuple[type[Any], ...]:
         """See `TransformerConfig.parts`."""
         part = WithTokenWeights if self.weighs_tokens else WithHead
-        return (*super().parts(), part) if self.has_head else super().parts()
+        parts = (*super().parts(), *[part] * self.has_head)
+        return (*parts, UnseenToken) if self.unseen_token >= 0 else parts
 
     @property
     def has_head(self) -> bool:
@@ -121,6 +130,17 @@ class WithHead(Transformer):
         """See `Transformer.build`."""
         super().build()
         self.head = Head(self.config)
+
+
+class UnseenToken(Transformer):
+    """An encoder with a token that none sees; attention alone leaves it out."""
+
+    config: HeadConfig
+
+    def encode(self, source: Tensor, source_mask: Tensor) -> Tensor:
+        """See `Transformer.encode`."""
+        seen = torch.logical_and(source_mask, source != self.config.unseen_token)
+        return super().encode(source, seen)
 
 
 class WithTokenWeights(Transformer):

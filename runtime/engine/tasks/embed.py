@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from transferry.runtime.bundle.head import HeadSettings
 from transferry.runtime.engine.preprocess import EncodedRow, LongRows, WorkItem, checked_texts
 from transferry.runtime.engine.prompts import Asked, Encodable, Parts, Prompt, encode_prompt
 from transferry.runtime.engine.result import NOT_FINITE, Results, RowError, RowResult
-from transferry.runtime.engine.tasks.heads import EncoderCall, default_long_rows, written
+from transferry.runtime.engine.tasks.heads import (
+    EncoderCall,
+    default_long_rows,
+    head_of,
+    written,
+)
 from transferry.runtime.engine.tasks.task import (
     Bounds,
     Difference,
@@ -86,6 +91,26 @@ class SparseResult(RowResult):
         return cells
 
 
+@dataclass(frozen=True)
+class TokenVectorsResult(RowResult):
+    """Vectors of the tokens of one input row, in their order.
+
+    Attributes:
+        vectors: `[tokens, width]` float32, without the tokens that the bundle leaves out; empty on
+            an error.
+    """
+
+    vectors: NDArray[np.float32]
+
+    @property
+    def size(self) -> int:
+        """Numbers that it holds, roughly."""
+        return self.source_tokens + int(self.vectors.size)
+
+    def _answer(self, n_best: int) -> dict[str, Any]:
+        return self._error() or {"vectors": [*self.vectors]}
+
+
 @dataclass(frozen=True, kw_only=True)
 class EmbedOptions(TopOptions):
     """Options of embed.
@@ -94,7 +119,8 @@ class EmbedOptions(TopOptions):
         pooling: Mean over all tokens, or the first or last token. Default: as the bundle's head,
             else mean.
         normalise: Scale vectors to length 1.
-        prompt: Name of a text of the bundle to put before each row. Default: the bundle's own.
+        prompt: Name of a text of the bundle to put before each row, or of the side of a search
+            that rows are: query or document. Default: the bundle's own.
     """
 
     pooling: Pooling | None = None
@@ -103,6 +129,7 @@ class EmbedOptions(TopOptions):
 
 
 SPARSE = columns(indices=["integer"], values=["float"])
+OF_TOKENS = columns(vectors=["vector"])
 
 
 class Embed(Task):
@@ -110,7 +137,7 @@ class Embed(Task):
 
     name = "embed"
     options = EmbedOptions
-    in_json = columns(weights="text")
+    in_json = columns(weights="text", **OF_TOKENS)
     columns = columns(vector="vector")
     answer = "vector"
     formats: tuple[OutputFormat, ...] = ("npy", "parquet", "jsonl", "openai")
@@ -121,7 +148,11 @@ class Embed(Task):
         super().__init__(engine, options, layout)
         self.long_rows = options.long_rows or default_long_rows(engine)
         self.width = embedding_width(engine, options.pooling)
-        if sparse(engine, options.pooling):
+        if of_tokens(engine):
+            refuse_of_tokens(options.pooling, options.normalise, options.top)
+            head_of(engine, self.name).side(options.prompt)
+            self.formats, self.columns = ("parquet", "jsonl"), OF_TOKENS
+        elif sparse(engine, options.pooling):
             self.width, self.formats = 0, ("parquet", "jsonl")
             self.columns = SPARSE
         elif options.top is not None:
@@ -147,8 +178,13 @@ class Embed(Task):
     def same(self, row: Any, again: Any, bounds: Bounds) -> Difference:
         if isinstance(row, SparseResult):
             return _same_weights(row, again, bounds)
-        largest = abs(again.vector).max(initial=0.0)
-        error = float(abs(row.vector - again.vector).max(initial=0.0) / (largest or 1.0))
+        found, wanted = (
+            each.vectors if isinstance(each, TokenVectorsResult) else each.vector
+            for each in (row, again)
+        )
+        if found.shape != wanted.shape:
+            return f"{len(found)} vectors, not {len(wanted)}", 0
+        error = float(abs(found - wanted).max(initial=0.0) / (abs(wanted).max(initial=0.0) or 1.0))
         if error <= bounds.vector:
             return "", 0
         return f"a vector {error:.1e} of its largest entry away, at most {bounds.vector:.1e}", 0
@@ -177,6 +213,20 @@ def sparse(engine: OpenBundle, pooling: Pooling | None) -> bool:
     return pooling is None and head is not None and head.vectors == "sparse"
 
 
+def of_tokens(engine: OpenBundle) -> bool:
+    """Whether each token of a text has a vector."""
+    head = engine.bundle.manifest.head
+    return head is not None and head.vectors == "tokens"
+
+
+def refuse_of_tokens(pooling: Pooling | None, normalise: bool, top: int | None) -> None:
+    """Raises UsageError for settings that vectors of tokens do not have."""
+    for name, given in (("pooling", pooling), ("normalise", normalise), ("top", top)):
+        if given:
+            told = " has no effect on a vector for each token; leave it out"
+            raise UsageError(Option(name), told)
+
+
 def embed(
     engine: OpenBundle,
     texts: Iterable[str | RowError | Asked],
@@ -196,21 +246,26 @@ def embed(
         pooling: "mean" over all tokens, special tokens included, the "first" token, or the "last".
             Default: what the bundle's head does, else "mean".
         normalise: Divide each vector by its Euclidean norm.
-        prompt: Name of a text of the bundle's to put before each text. Default: the bundle's.
+        prompt: Name of a text of the bundle's to put before each text, or of the side of a search
+            that the texts are: "query" or "document". Default: the bundle's.
         top: Weights of a sparse vector to keep, the largest. Default: all.
         long_rows: Treatment of texts longer than the model's positions, or than the bundle's
             longest row: "error", or "truncate" to embed their beginning. Default: "truncate" where
             the bundle has a longest row, else "error".
 
     Returns:
-        An `EmbeddingResult` for each text, or a `SparseResult` where the bundle's head weighs the
-        tokens of its vocabulary.
+        An `EmbeddingResult` for each text, a `SparseResult` where the bundle's head weighs the
+        tokens of its vocabulary, or a `TokenVectorsResult` where each token has a vector.
 
     Raises:
         UsageError: The bundle is not encoder-only, it has no such prompt, `long_rows` is "split",
-            or `top` is given for dense vectors.
+            or `top` is given for dense vectors, or another setting without effect.
     """
     encoders = engine.encoders
+    if of_tokens(engine):
+        refuse_of_tokens(pooling, normalise, top)
+        own = _TokensCall(engine, prompt, long_rows)
+        return engine.map(checked_texts(texts, Asked), own.prepare, own.compute, encoders)
     kind = _SparseCall if sparse(engine, pooling) else _Call
     call = kind(engine, pooling, normalise, prompt, long_rows)
     if top is not None:
@@ -253,7 +308,7 @@ class _Call(EncoderCall):
         self.output = "head" if pooling is None and engine.bundle.embeds else "hidden"
         self.pooling, self.normalise = pooling or "mean", normalise
         head = engine.bundle.manifest.head or HeadSettings("embed")
-        self.prompt = head.prompt(prompt)
+        self.prompt = "" if head.sides else head.prompt(prompt)
         self.no_vector = np.full(embedding_width(engine, pooling), np.nan, np.float32)
 
     def failed(self, text: str, tokens: int, error: RowError) -> RowResult:
@@ -301,6 +356,51 @@ class _Call(EncoderCall):
         error = None if np.isfinite(vector).all() else NOT_FINITE
         vector = self.no_vector if error else vector.astype(np.float32)
         return EmbeddingResult(row.text, len(row.ids), vector, error=error, truncated=row.truncated)
+
+
+class _TokensCall(_Call):
+    def __init__(self, engine: OpenBundle, prompt: str | None, long_rows: LongRows | None) -> None:
+        import numpy as np
+
+        super().__init__(engine, None, False, None, long_rows)
+        self.side = head_of(engine, "embed").side(prompt)
+        special = self.special
+        self.preprocessor = replace(
+            self.preprocessor,
+            special=replace(special, before=(*special.before, *self.side.before)),
+            positions=min(engine.preprocessor.positions, self.side.longest),
+        )
+        self.unseen = engine.bundle.manifest.model.get("unseen_token", -1)
+        self.skipped = np.array(self.side.skipped, np.int64)
+
+    def failed(self, text: str, tokens: int, error: RowError) -> RowResult:
+        return TokenVectorsResult(text, tokens, _nothing(self.no_vector), error=error)
+
+    def _item(self, asked: Asked, row: EncodedRow) -> WorkItem[_EmbeddedRow] | RowResult:
+        # Token ids are read as they are.
+        if isinstance(asked.source, Prompt):
+            return super()._item(asked, row)
+        if self.unseen in row.ids:
+            told = "the text holds the mask token, which the model does not see; leave it out"
+            row = replace(row, ids=(), error=RowError("tokenizer", told))
+        if row.error is None and self.side.fill >= 0:
+            filled = [self.side.fill] * (self.preprocessor.positions - len(row.ids))
+            row = replace(row, ids=[*row.ids, *filled])
+        return super()._item(asked, row)
+
+    def result(self, row: _EmbeddedRow, found: Scores) -> TokenVectorsResult:
+        import numpy as np
+
+        kept = ~np.isin(np.asarray(row.ids, np.int64), self.skipped)
+        vectors = found[: len(row.ids)][kept]
+        error = None if np.isfinite(vectors).all() else NOT_FINITE
+        vectors = _nothing(self.no_vector) if error else vectors.astype(np.float32)
+        given = row.text, len(row.ids), vectors
+        return TokenVectorsResult(*given, error=error, truncated=row.truncated)
+
+
+def _nothing(vector: NDArray[np.float32]) -> NDArray[np.float32]:
+    return vector[None][:0]
 
 
 class _SparseCall(_Call):

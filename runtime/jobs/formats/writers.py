@@ -157,8 +157,9 @@ def _chosen_format(
             f"task {task.name} writes {' or '.join(task.formats)}, not {format}; name another "
             "--out or --format"
         )
-    if format in ("npy", "openai") and "indices" in (kinds or ()):
-        raise UsageError(f"{format} holds no sparse vectors; name a .parquet or .jsonl file")
+    for column, held in (("indices", "sparse vectors"), ("vectors", "vectors of tokens")):
+        if format in ("npy", "openai") and column in (kinds or ()):
+            raise UsageError(f"{format} holds no {held}; name a .parquet or .jsonl file")
     if format == "openai" and rows.format != "openai":
         raise UsageError(
             f"{path}: responses answer requests, and {rows.path} is read as {rows.format}; add "
@@ -175,10 +176,13 @@ def _own_columns(
     if format == "jsonl":
         return {"source": "text", **own, "truncated": "boolean", "error": "text"}
     own.pop("weights", None)
+    if own.keys() & {"vector", "indices"}:
+        own.pop("vectors", None)
     own.pop("scores", None)
     listed = {"n_best": own.pop("n_best")} if "n_best" in own else {}
     # Beside vectors in Parquet, texts would only take up space.
-    cited = {} if format == "parquet" and "vector" in own else columns(source="text")
+    whole = own.keys() & {"vector", "vectors"}
+    cited = {} if format == "parquet" and whole else columns(source="text")
     return {**cited, **own, **_ANY_TASK, **(listed if n_best else {})}
 
 
