@@ -13,6 +13,7 @@ from torch import Tensor
 from tests.export.conftest import BYTES, graphs_of, written
 from transferry.build_model.model.config import ModelConfig
 from transferry.build_model.model.transformer import Transformer
+from transferry.export.checks.weights import weights_claim
 from transferry.export.rewrite.calibration import Calibration, calibrate, vocabulary_texts
 from transferry.export.rewrite.kv_cache_int8 import quantise_cache
 from transferry.export.rewrite.kv_scales import HEADROOM, LARGEST, KVRanges, fold_kv_scales
@@ -28,17 +29,17 @@ MASK = SOURCE != 0
 # Fraction of the largest logit. On two ways to the same integers, a few halves round differently.
 NEAR = 0.02
 
-# Options that change how attention is exported. The first and the last are the shapes of the runs
-# that other tests export too.
+# Options that change how attention is exported. The first is the shape of a run that other tests
+# export too.
 WRITER: dict[str, Any] = {"architecture": "decoder-only", "encoder_layers": 0}
 GROUPED: dict[str, Any] = {"positions": "rotary", "key_value_heads": 2, "bias": False}
 LLAMA: dict[str, Any] = dict(norm="rms", norm_order="pre", activation="swiglu", tied=False)
 OPTIONS: dict[str, dict[str, Any]] = {
     "both": {"heads": 2},
     "both, rotary and grouped": {**GROUPED, "decoder_layers": 1},
-    "writer": {**WRITER, "decoder_layers": 1},
-    "writer, rotary and grouped": {**WRITER, **GROUPED, **LLAMA},
-    "writer, windowed": {**WRITER, **GROUPED, "windows": (5, 0)},
+    "writer": {**WRITER, "heads": 2, "divide_by_layer": True},
+    "writer, rotary and grouped": {**WRITER, **GROUPED, **LLAMA, "query_key_norm": "head"},
+    "writer, windowed": {**WRITER, **GROUPED, "windows": (5, 0), "query_key_norm": "all"},
 }
 Made = tuple[Transformer, Calibration, dict[str, Graph], FusedDecoder]
 
@@ -61,6 +62,8 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     calibration = calibrate(model, BYTES.special, SENTENCES, 10)
     graphs = graphs_of(model, "cpu-int8", calibration)
     bundle = written(tmp_path_factory.mktemp("int8"), model, "cpu-int8", graphs)
+    # With each layer's own divisor, and norms of keys that took up the scales of the cache.
+    assert weights_claim(model, bundle, bundle.variant(), calibration).problem == ""
     decoder = FusedDecoder(bundle, bundle.variant(), SessionOptions())
     return model, calibration, graphs, decoder
 
