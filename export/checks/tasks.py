@@ -11,7 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from itertools import chain, cycle, islice, product
 from typing import Any
 
@@ -24,7 +24,7 @@ from transferry.export.checks.texts import TEXT, Choices, passage
 from transferry.export.oracle.cases import MOST_LOGITS
 from transferry.export.oracle.oracle import Oracle
 from transferry.export.oracle.results import EXACT, PROBABILITIES, RESULTS, Inputs, Row
-from transferry.export.oracle.served import REPLICAS
+from transferry.export.oracle.served import REPLICAS, Watched
 from transferry.export.oracle.teacher_forcing import TeacherForcing, chosen_from
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.decoding.batching import BatchOptions
@@ -45,7 +45,8 @@ from transferry.runtime.proof.tally import Tally
 Floats = NDArray[np.float64]
 
 MIXED = range(2, 9)  # rows of the calls whose rows differ much in length
-SAMPLED = 8  # one row in so many is embedded too
+SAMPLED = 8  # one row in so many is embedded too, or measured in float64
+ALIKE_ROWS = 32  # rows of one length that torch computes at once
 FEW = 2  # texts that the other tasks read
 
 
@@ -60,6 +61,7 @@ class Expected:
         values: Numbers of results, in float64, and torch's own error, by name.
         choices: Scores to choose from, of each side of torch, as trained last.
         meant: The vector or scores of torch as trained that reduced precision is judged by.
+        measured: Returns the same in float64; None if `truth` is in float64.
     """
 
     row: Row
@@ -68,6 +70,7 @@ class Expected:
     values: Mapping[str, tuple[Floats, float]]
     choices: Sequence[Floats]
     meant: Floats
+    measured: Callable[[], Expected] | None = None
 
 
 # Further settings of a task, tried on a few rows.
@@ -84,24 +87,35 @@ WINDOW = "window"  # further windows of rows
 QUERY = "query"  # rows of the other side of a search
 
 
-class Watched(EncoderModel):
-    """A served model that shows the tensors of each batch to a function."""
+@dataclass(frozen=True)
+class _Typical:
+    """Medians of torch's errors over the rows that float64 measured.
 
-    def __init__(self, model: EncoderModel, shown: Callable[[Any, Any, Tensors], None]) -> None:
-        """Takes the model, whose sessions run."""
-        self.variant, self.options = model.variant, model.options
-        self.batches, self.outputs = model.batches, model.outputs
-        self._model, self._shown = model, shown
+    Attributes:
+        errors: Worst one of each tensor.
+        values: Of the numbers of results.
+        least: The smallest lower bound of a head's unit.
+    """
 
-    def describe(self) -> dict[str, Any]:
-        """Returns the facts of the model."""
-        return self._model.describe()
+    errors: Mapping[str, float]
+    values: Mapping[str, float]
+    least: float
 
-    def encode(self, source: Any, mask: Any, outputs: Any = None) -> dict[str, Any]:
-        """Encodes as the model does, which computes all outputs whichever it returns."""
-        found = self._model.encode(source, mask)
-        self._shown(source, mask, found)
-        return {name: found[name] for name in outputs or self.outputs}
+    @classmethod
+    def of(cls, rows: Sequence[Expected]) -> _Typical:
+        """Measures rows, one at least."""
+        truths = [row.truth for row in rows]
+        return cls(
+            {
+                name: float(np.median([one.worst(name) for one in truths]))
+                for name in truths[0].oracle
+            },
+            {
+                name: float(np.median([row.values[name][1] for row in rows]))
+                for name in rows[0].values
+            },
+            min(one.least for one in truths),
+        )
 
 
 @dataclass(eq=False)
@@ -118,7 +132,7 @@ class _Serving:
         failing: Batches with a wrong tensor.
     """
 
-    rows: Mapping[tuple[int, ...], Expected]
+    rows: dict[tuple[int, ...], Expected]
     oracle: Oracle
     inputs: Inputs
     served: dict[tuple[int, ...], list[Tensors]] = field(default_factory=dict)
@@ -151,15 +165,26 @@ class _Serving:
             if all(np.array_equal(one[name], each) for name, each in tensors.items()):
                 return True
         self.served[ids].append({name: each.copy() for name, each in tensors.items()})
+        compared = self._beside(row, tensors)
+        if row.measured is not None and any(each.fault for each in compared):
+            self.rows[ids] = row.measured()
+            compared = self._beside(self.rows[ids], tensors)
+        for each in compared:
+            self._keep(each)
+        return not any(each.fault for each in compared)
+
+    def _beside(self, row: Expected, tensors: Tensors) -> list[Comparison]:
+        """Compares the tensors of a row with torch's, and the values of its results."""
         tolerance = self.oracle.tolerance
+        if row.measured is not None:
+            # A typical error from torch in float32 is at most two of them from float64, which pass.
+            tolerance = replace(tolerance, factor=1.0, crossed=np.inf)
         compared = compare(row.case, row.truth, tensors, tolerance)
         for name, value in self.inputs.values(tensors).items():
             exact, own = row.values[name]
             error = float(np.abs(value - exact).max(initial=0.0)) / _unit(name, exact)
             compared.append(limited(row.case.name, name, TEXT, error, own, tolerance.budget(own)))
-        for each in compared:
-            self._keep(each)
-        return not any(each.fault for each in compared)
+        return compared
 
     def _keep(self, found: Comparison) -> None:
         key = found.case, found.tensor
@@ -341,22 +366,64 @@ class ServedTasks:
         rows += [(QUERY, row) for row in inputs.queries()]
         rows += [(self.main, row) for row in inputs.rows(self.main)]
         width = config.vocabulary_size if config.lm_head else config.d_model
-        chunk: list[tuple[str, Expected]] = []
-        known: dict[tuple[int, ...], Expected] = {}
+        chunk: list[tuple[str, Row]] = []
+        different: dict[tuple[int, ...], tuple[int, str, Row]] = {}
         kept, tokens = [], 0
         for number, (task, row) in enumerate(rows):
             for kind, one in ((task, row), *((WINDOW, Row(row.texts, ids)) for ids in row.more)):
-                if one.ids not in known:
-                    known[one.ids] = self._of_torch(number, one)
+                if one.ids not in different:
+                    different[one.ids] = number, kind, one
                     tokens += len(one.ids)
-                chunk.append((kind, replace(known[one.ids], row=one)))
+                chunk.append((kind, one))
             if tokens * width >= MOST_LOGITS // 2 or number == len(rows) - 1:
-                yield chunk
+                known = self._expected([*different.values()])
+                found = [(kind, replace(known[one.ids], row=one)) for kind, one in chunk]
+                yield found
                 if self.oracle.remembers:
-                    kept.append(chunk)
-                chunk, known, tokens = [], {}, 0
+                    kept.append(found)
+                chunk, different, tokens = [], {}, 0
         if self.oracle.remembers:
             self._kept[most] = kept
+
+    @property
+    def _samples(self) -> bool:
+        """Whether float64 measures a sample: values are rounded, and nothing is chosen by them."""
+        chooses = self.head is not None and self.head.probabilities != "none"
+        return bool(self.oracle.others) and (self.main == "embed" or not chooses)
+
+    def _expected(self, rows: Sequence[tuple[int, str, Row]]) -> dict[tuple[int, ...], Expected]:
+        """Returns torch's tensors of different rows, by their tokens; numbers are for reports."""
+        mains = [row for _, kind, row in rows if kind == self.main and self._samples]
+        sampled = mains[::SAMPLED]
+        near = {row.ids for row in mains} - {row.ids for row in sampled}
+        found = {row.ids: self._of_torch(n, row) for n, _, row in rows if row.ids not in near}
+        if near:
+            typical = _Typical.of([found[row.ids] for row in sampled])
+            alike: dict[int, list[tuple[int, Row]]] = {}
+            for number, _, row in rows:
+                if row.ids in near:
+                    alike.setdefault(len(row.ids), []).append((number, row))
+            for each in alike.values():
+                for first in range(0, len(each), ALIKE_ROWS):
+                    alone = self._near(each[first : first + ALIKE_ROWS], typical)
+                    found |= {one.row.ids: one for one in alone}
+        return found
+
+    def _near(self, rows: Sequence[tuple[int, Row]], typical: _Typical) -> Iterator[Expected]:
+        """Yields tensors of rows of one length, of torch in float32 with typical errors."""
+        source = np.array([row.ids for _, row in rows], np.int64)
+        sides = (self.oracle.reference.encoder, self.oracle.trained.encoder)
+        given = [side.encode(source, np.ones_like(source, np.bool_)) for side in sides]
+        for place, (number, row) in enumerate(rows):
+            one, meant = ({name: each[[place]] for name, each in side.items()} for side in given)
+            case, expected = passage(number, row.ids), Truth(one, {}, typical.least)
+            for name, units in expected.units(case).items():
+                expected.errors[name] = np.full(len(units.exact), typical.errors[name])
+            read = self.inputs.values(one)
+            values = {name: (value, typical.values[name]) for name, value in read.items()}
+            measured = cache(partial(self._of_torch, number, row))
+            nothing, judged = [np.zeros((0, 0))] * 3, self._judged(meant)
+            yield Expected(row, case, expected, values, nothing, judged, measured)
 
     def _of_torch(self, number: int, row: Row) -> Expected:
         case = passage(number, row.ids)

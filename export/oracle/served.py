@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 from transferry.runtime.decoding.batching import BatchOptions
-from transferry.runtime.decoding.decoder import Decoder
+from transferry.runtime.decoding.decoder import Decoder, Tensors
 from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.decoding.hypothesis import Hypothesis
 from transferry.runtime.decoding.search import search_stream
 from transferry.runtime.decoding.strategy import Request
 from transferry.runtime.engine.preprocess import WorkItem
 from transferry.runtime.engine.worker_pool import Take, in_order
+from transferry.runtime.ort.encoder import EncoderModel
 from transferry.runtime.tokenizer.special_tokens import SpecialTokens
 
 Item: TypeAlias = tuple[int, Sequence[int]]  # row id and source
@@ -65,3 +66,23 @@ def serve(
     for place, found in enumerate(in_order(items, prepare, workers, slots, batches)):
         answers[place % len(sources)].append(found)
     return answers
+
+
+class Watched(EncoderModel):
+    """A served model that shows the tensors of each batch to a function."""
+
+    def __init__(self, model: EncoderModel, shown: Callable[[Any, Any, Tensors], None]) -> None:
+        """Takes the model, whose sessions run."""
+        self.variant, self.options = model.variant, model.options
+        self.batches, self.outputs = model.batches, model.outputs
+        self._model, self._shown = model, shown
+
+    def describe(self) -> dict[str, Any]:
+        """Returns the facts of the model."""
+        return self._model.describe()
+
+    def encode(self, source: Any, mask: Any, outputs: Any = None) -> dict[str, Any]:
+        """Encodes as the model does, which computes all outputs whichever it returns."""
+        found = self._model.encode(source, mask)
+        self._shown(source, mask, found)
+        return {name: found[name] for name in outputs or self.outputs}

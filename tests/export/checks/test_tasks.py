@@ -19,6 +19,7 @@ from transferry.export.faults import self_test
 from transferry.export.faults.variant_faults import batch_faults
 from transferry.export.oracle.oracle import Oracle
 from transferry.export.oracle.results import RESULTS
+from transferry.export.oracle.served import Watched
 from transferry.export.torch_model import TorchDecoder
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.tasks import embed, fill_mask
@@ -86,6 +87,32 @@ def test_a_loss_against_the_model_as_trained_is_limited(main: str, side: Side) -
         found = prove([tasks.check(bundle, model, model.batches)])
         metrics = task_metrics(found, INT8.task, checkpoint.tokenizer)
         assert {each.passed for each in metrics if each.measure in JUDGED[main]} == {passed}
+
+
+@pytest.mark.parametrize("moved", [0.0, 1e-3])
+def test_float64_measures_a_sample_and_what_is_in_doubt(moved: float, side: Side) -> None:
+    """A row that is not in the sample is moved; all other sides of torch are the honest ones."""
+    checkpoint, bundle, _ = side
+    oracle = Oracle.of(checkpoint.model, checkpoint.tokenizer.special, Tolerance())
+    served = opened(bundle, "portable")
+    assert isinstance(served, EncoderModel)
+    tasks = ServedTasks(checkpoint, replace(oracle, others=(oracle.exact,)), TEXTS)
+    tasks.main = tasks.runs = "embed"
+    ids = tasks.inputs.rows("embed")[3].ids
+
+    def move(source: Any, mask: Any, found: Any) -> None:
+        for place, length in enumerate(mask.sum(axis=1).tolist()):
+            if tuple(source[place, :length].tolist()) == ids:
+                found["hidden"][place] += np.float32(moved)
+
+    known = {
+        row.row.ids: row for chunk in tasks._chunks(1) for kind, row in chunk if kind == "embed"
+    }
+    assert [row.measured is None for row in known.values()] == [True] + [False] * 5
+    findings = prove([tasks.check(bundle, Watched(served, move), served.batches)])
+    assert faults(findings) == ({"hidden", "vector"} if moved else set())
+    assert len({item.case for item in findings.comparisons if item.fault}) == (moved > 0)
+    assert len(findings.vectors) >= len(TEXTS)
 
 
 @pytest.mark.parametrize("fault", batch_faults(), ids=lambda fault: fault.kind)
