@@ -59,7 +59,10 @@ CLASSES = {
 OWN: dict[str, Callable[[Path], Any]] = {
     **dict.fromkeys(("llama", "mistral", "phi3"), llama_vocabulary),
     "marian": marian_vocabulary,
-    "olmo2": lambda folder: byte_level_tokenizer(folder, "", ""),
+    **dict.fromkeys(
+        ("olmo2", "olmo3", "granite", "stablelm"),
+        lambda folder: byte_level_tokenizer(folder, "", ""),
+    ),
     **dict.fromkeys(
         ("modernbert", "eurobert", "jina_embeddings_v3"),
         lambda folder: byte_level_tokenizer(folder, "<s>", "</s>"),
