@@ -127,7 +127,7 @@ def test_folder_without_a_manifest_is_no_bundle(tmp_path: Path) -> None:
     }.items():
         (tmp_path / name).mkdir()
         for file in files:
-            (tmp_path / name / file).touch()
+            (tmp_path / name / file).write_text('{"model_type": "bert"}')
     kinds["run"] = r"a checkpoint; export it: transferry export \S+run --out"
     kinds["theirs"] = r"a folder of Hugging Face; .*: transferry export \S+theirs --out"
     for name, found in kinds.items():
@@ -181,7 +181,7 @@ def changed(folder: Path, place: str, value: Any) -> None:
     ("place", "value", "found"),
     [
         ("model.max_positions", ..., "model: Object missing required field `max_positions`"),
-        ("generation", {"bean": 4}, "generation has no bean; it knows beam"),
+        ("generation", {"bean": 4}, "generation has no bean; write beam"),
         ("generation", {"max_length": 0}, "max_length must be at least 1, found 0"),
         (
             f"{VARIANT}.graphs.encoder.inputs.0.role",

@@ -111,7 +111,7 @@ class HeadConfig(TransformerConfig):
     @property
     def weighs_tokens(self) -> bool:
         """Whether the head makes a weight for each token of the vocabulary."""
-        return self.pooling[:1] != () and self.pooling[0].startswith("splade")
+        return bool(self.pooling) and self.pooling[0].startswith("splade")
 
     @property
     def d_head_output(self) -> int:

@@ -41,6 +41,8 @@ def _disentangled(config: Settings, longest: int) -> tuple[Disentangled | None, 
     """Returns the relative positions, and how many kinds of their scores divide all scores."""
     given = config.get("pos_att_type") or []
     given = given.lower().split("|") if isinstance(given, str) else given
+    if not isinstance(given, list):
+        config.refuse("pos_att_type", given, "c2p, p2c or both")
     kinds = [kind in [str(each).strip() for each in given] for kind in ("c2p", "p2c")]
     norms = str(config.get("norm_rel_ebd", "none")).lower().split("|")
     normed = "layer_norm" in [each.strip() for each in norms]
