@@ -99,7 +99,7 @@ def _trainer(
         write_corpus(corpus)
     process.wait()
     if fresh is not None:
-        model_config, train_config = fresh
+        model_config, train_config = ModelConfig.from_dict(fresh[0].to_dict()), fresh[1]
     else:
         model_config, stored = checkpoint.load_config(folder)
         ends = {"max_steps", "max_minutes"} & recipe.train_changes.keys()

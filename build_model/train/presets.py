@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from transferry.build_model.model.shape import STACKS
+from transferry.build_model.model.shape import STACKS, TransformerConfig
 from transferry.build_model.train.train_config import TrainConfig
 
 if TYPE_CHECKING:  # which imports torch
@@ -18,7 +18,7 @@ class Preset:
 
     Attributes:
         vocabulary_size: Size of the vocabulary to train from the corpus.
-        model: Fields of ModelConfig.
+        model: Fields of TransformerConfig.
         train: Fields of TrainConfig that differ from the defaults.
         encoding: A tiktoken encoding to cut down to the corpus instead of training a vocabulary.
     """
@@ -28,17 +28,21 @@ class Preset:
     train: dict[str, Any]
     encoding: str | None = None
 
-    def model_config(self, vocabulary_size: int, **changes: Any) -> ModelConfig:
-        """Returns the shape for a vocabulary, with some fields changed.
+    def shape(self, vocabulary_size: int, **changes: Any) -> TransformerConfig:
+        """Returns the shape for a vocabulary, with some fields changed, without loading torch.
 
         With another architecture than the preset's, stacks that it lacks get 0 layers.
         """
-        from transferry.build_model.model.config import ModelConfig  # imports torch
-
         fields = {"vocabulary_size": vocabulary_size, **self.model}
         if stacks := STACKS.get(changes.get("architecture", "")):
             fields |= dict.fromkeys({"encoder_layers", "decoder_layers"} - set(stacks), 0)
-        return ModelConfig.from_dict(fields | changes)
+        return TransformerConfig.from_dict(fields | changes)
+
+    def model_config(self, vocabulary_size: int, **changes: Any) -> ModelConfig:
+        """Returns the model's config of such a shape."""
+        from transferry.build_model.model.config import ModelConfig
+
+        return ModelConfig.from_dict(self.shape(vocabulary_size, **changes).to_dict())
 
     def train_config(self, **changes: Any) -> TrainConfig:
         """Returns the training settings, with some fields changed."""

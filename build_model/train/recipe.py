@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from transferry.build_model.model.config import ModelConfig
+from transferry.build_model.model.shape import TransformerConfig
 from transferry.build_model.train.presets import PRESETS, Preset
 from transferry.build_model.train.train_config import TrainConfig, require_fitting
 from transferry.build_model.train.vocabulary import require_encoding, require_vocabulary
@@ -42,7 +42,7 @@ class TrainingRecipe:
         valid: Validation text. None holds out a part of the training text, or is the built-in
             corpus.
         preset: Shape and settings to start from.
-        model_changes: Fields of ModelConfig that differ from the preset.
+        model_changes: Fields of TransformerConfig that differ from the preset.
         train_changes: Fields of TrainConfig that differ from the preset.
         vocabulary_size: Size of the vocabulary to train; None is the preset's.
         encoding: A tiktoken encoding to cut down to the text instead of training a vocabulary.
@@ -104,28 +104,28 @@ class TrainingRecipe:
             _data(options, sides, wanted),
             _data(options, sides, wanted, "valid_"),
             preset,
-            changes(ModelConfig),
+            changes(TransformerConfig),
             changes(TrainConfig),
             vocabulary_size=options["vocabulary_size"],
             encoding=options["encoding"],
             skip_bad=options["skip_bad"],
         )
 
-    def configs(self) -> tuple[ModelConfig, TrainConfig]:
+    def configs(self) -> tuple[TransformerConfig, TrainConfig]:
         """Returns shape and settings; the size of the vocabulary is 1 until the text is read.
 
         Raises:
             UsageError: A setting is out of range, or they do not fit each other.
         """
-        model_config = self.preset.model_config(1, **self.model_changes)
+        shape = self.preset.shape(1, **self.model_changes)
         train_config = self.preset.train_config(**self.train_changes)
-        require_fitting(model_config, train_config)
+        require_fitting(shape, train_config)
         if self.encoding is not None:
             require_encoding(self.encoding)
         if self.vocabulary_size is not None:
-            masked = model_config.architecture == "encoder-only"
+            masked = shape.architecture == "encoder-only"
             require_vocabulary(self.vocabulary_size, PASSAGES if masked else SOURCES)
-        return model_config, train_config
+        return shape, train_config
 
 
 def _data(

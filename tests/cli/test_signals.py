@@ -133,11 +133,6 @@ def test_mistakes_are_told_before_torch_is_loaded(
         "--dropout must be": ["distil", bundle, *train[2:], "--dropout", "2"],
         "--beam must be": ["verify", bundle, "--checkpoint", run, "--beam", "0"],
         "expected a checkpoint, found a bundle": ["verify", bundle, "--checkpoint", bundle],
-        "expected a checkpoint, found another folder": [
-            "export",
-            str(tmp_path / "full"),
-            *export[2:],
-        ],
         "there is no variant": [*export, "--variant", "cpu-int5"],
         "is calibrated on text": [*export, "--variant", "cpu-int8"],
         "exists already": [*export[:3], bundle],

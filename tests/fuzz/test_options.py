@@ -55,6 +55,7 @@ COMMANDS = {
     "run": ("bundle lines.txt", "-o new.jsonl --max-length 5 --quiet"),
     "score": ("bundle lines.txt", "--target lines.txt -o new.jsonl --quiet"),
     "merge": ("1.jsonl 2.jsonl", "-o new.jsonl"),
+    "sign": ("bundle", "--key lines.txt"),
     "inspect": ("bundle", ""),
     "page": ("bundle", "--out new"),
     "doctor": ("", ""),

@@ -156,7 +156,7 @@ def ids_case(
     case["answers"] = [[ids, tokenizer.decode(ids)] for ids in drawn]
     case |= _special_cases(tokenizer, texts[:200])
     if places:
-        case["places"] = [[[*place] for place in tokenizer.places(text)] for text in texts]
+        case["places"] = [[[*place[:3]] for place in tokenizer.places(text)] for text in texts]
     return case
 
 

@@ -75,7 +75,7 @@ def test_other_weights_than_the_runs_are_refused(
     def coarser(graph: object, model: object) -> None:
         monkeypatch.setattr(
             "transferry.export.rewrite.linear_int8.quantised",
-            lambda weight, pairs: quantised(weight),
+            lambda weight, pairs, **_: quantised(weight),
         )
         store_in_int8(graph, model)  # type: ignore[arg-type]
 
