@@ -102,7 +102,7 @@ def test_padding_behind_the_target_changes_nothing() -> None:
 
 
 @pytest.mark.usefixtures("screened")
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", VARIANTS[:3])  # test_conformance.py has int4
 def test_every_variant_is_torchs_model(
     request: pytest.FixtureRequest, texts: list[str], variant: str
 ) -> None:

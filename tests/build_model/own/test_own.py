@@ -1,5 +1,6 @@
 """A module of the user's own becomes a bundle; a message names each breach of the protocol."""
 
+import importlib
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -43,8 +44,7 @@ def test_the_page_from_a_module_to_answers(place: Path) -> None:
     bundle = Bundle.load(place / out)
     assert [*bundle.manifest.variants] == ["portable"]
     done("run", out, "lines.txt", "-o", "answers.txt", "--max-length", "9", "--quiet")
-    import mine  # type: ignore[import-not-found]
-
+    mine: Any = importlib.import_module("mine")
     checkpoint = load_own(mine.translator, "mine:translator", bundle.tokenizer)
     model: Any = checkpoint.model
     special = bundle.tokenizer.special

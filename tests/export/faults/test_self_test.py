@@ -228,7 +228,9 @@ def content(folder: Path) -> dict[str, str]:
     }
 
 
-def test_honest_copy_of_each_variant_passes(
+# test_fused_parity.py verifies each variant as it is.
+@pytest.mark.parametrize("variant_gate", ["cpu-fp32"], indirect=True)
+def test_honest_copy_of_a_variant_passes(
     variant_gate: tuple[Gate[BundleSubject], Path],
 ) -> None:
     gate, folder = variant_gate
@@ -239,7 +241,7 @@ def test_honest_copy_of_each_variant_passes(
     honest.restore()
 
 
-@pytest.mark.parametrize("variant_gate", ["cpu-fp32", "cpu-int8"], indirect=True)
+@pytest.mark.parametrize("variant_gate", ["cpu-int8"], indirect=True)
 def test_answers_alone_show_random_faults(
     variant_gate: tuple[Gate[BundleSubject], Path],
 ) -> None:
