@@ -40,6 +40,25 @@ class Past(Protocol):
         ...
 
 
+class Places(NamedTuple):
+    """Positions of the queries and keys of attention.
+
+    Attributes:
+        positions: Of the queries, [queries] or [batch, queries] int64.
+        columns: Of the keys, [length] or [batch, length] int64.
+        queries: [batch, queries] bool, False at padding; None without padding.
+    """
+
+    positions: Tensor
+    columns: Tensor
+    queries: Tensor | None = None
+
+    @property
+    def distance(self) -> Tensor:
+        """Position of each query less that of each key: [queries, length], or with a batch."""
+        return self.positions[..., :, None] - self.columns[..., None, :]
+
+
 def padding_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns M of the attention formula for padding: 0 at a token, minus infinity elsewhere.
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transferry.build_model.model.attention import (
     KeyValues,
     Past,
+    Places,
     Rotation,
     causal_bias,
     padding_bias,
@@ -187,22 +188,13 @@ class Transformer(Composed):
             turn = Rotation(self.cosines, self.sines).at(positions)
         return [turn] * len(self.get_submodule(stack))  # type: ignore[arg-type]
 
-    def biases(
-        self,
-        stack: Stack,
-        bias: Tensor,
-        positions: Tensor,
-        columns: Tensor,
-        queries: Tensor | None = None,
-    ) -> list[Tensor]:
+    def biases(self, stack: Stack, bias: Tensor, places: Places) -> list[Tensor]:
         """Returns M for each layer of a stack.
 
         Args:
             stack: "encoder" or "decoder".
             bias: M of padding and, in the decoder, of the future.
-            positions: Of the queries, [queries] or [batch, queries] int64.
-            columns: Of the keys, [length] or [batch, length] int64.
-            queries: [batch, queries] bool, False at padding; None without padding.
+            places: Of its queries and keys.
         """
         return [bias] * len(self.get_submodule(stack))  # type: ignore[arg-type]
 
@@ -219,7 +211,7 @@ class Transformer(Composed):
         positions = torch.arange(source.shape[1], device=source.device)
         x = self.embed(source, positions, source=True)
         bias = padding_bias(source_mask, x.dtype)
-        biases = self.biases("encoder", bias, positions, positions, source_mask)
+        biases = self.biases("encoder", bias, Places(positions, positions, source_mask))
         rotations = self.rotations("encoder", positions)
         for layer, bias, rotation in zip(self.encoder, biases, rotations, strict=True):
             x, _ = layer(x, bias, rotation=rotation)
@@ -313,7 +305,7 @@ class Transformer(Composed):
         biases: list[Tensor | None] = [None] * len(self.decoder)
         if positions is not None and columns is not None and bias is not None:
             rotations = self.rotations("decoder", positions)
-            biases = [*self.biases("decoder", bias, positions, columns)]
+            biases = [*self.biases("decoder", bias, Places(positions, columns))]
         presents = []
         for number, (layer, layer_past) in enumerate(zip(self.decoder, past, strict=True)):
             layer_cross = cross[number] if cross else None

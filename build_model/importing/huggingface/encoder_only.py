@@ -34,6 +34,7 @@ from transferry.build_model.importing.huggingface.tables import (
     Table,
     after_padding,
     first_row_into,
+    masked_fields,
     renamed,
     sizes,
 )
@@ -42,29 +43,12 @@ from transferry.build_model.model.config import ModelConfig
 BERT_HEAD = "cls.predictions.bias"
 
 
-def _masked_fields(config: Settings, *, head: bool) -> dict[str, Any]:
-    """Fields of BERT and its descendants; without a head for masked tokens, it has no logits."""
-    return dict(
-        encoder_layers=0,
-        decoder_layers=0,
-        max_positions=config.whole("max_position_embeddings", 512),
-        architecture="encoder-only",
-        positions="learned",
-        tied=config.flag("tie_word_embeddings", True) or not head,
-        scale_embedding=False,
-        embedding_norm=True,
-        output_transform=head,
-        output_bias=head,
-        lm_head=head,
-    )
-
-
 def _bert_fields(config: Settings, *, head: bool) -> dict[str, Any]:
     """Fields of the types that use BERT's names of settings."""
     config.only("position_embedding_type", "absolute")
     config.only("is_decoder", False)
     config.only("add_cross_attention", False)
-    return _masked_fields(config, head=head) | dict(
+    return masked_fields(config, head=head) | dict(
         sizes(config),
         encoder_layers=config.whole("num_hidden_layers"),
         norm_epsilon=config.number("layer_norm_eps", 1e-12),
@@ -196,7 +180,7 @@ def _distilbert_shape(config: Settings, names: set[str]) -> ModelConfig:
     """DistilBERT (Sanh et al. 2019)."""
     general = {"hidden_size": "dim", "num_attention_heads": "n_heads"}
     renamed(config, **general, num_hidden_layers="n_layers")
-    fields = _masked_fields(config, head="vocab_transform.weight" in names) | dict(
+    fields = masked_fields(config, head="vocab_transform.weight" in names) | dict(
         vocabulary_size=config.whole("vocab_size"),
         d_model=config.whole("dim", 768),
         heads=config.whole("n_heads", 12),

@@ -179,6 +179,23 @@ def sizes(config: Settings, **names: str) -> dict[str, Any]:
     return {field: config.whole(name) for field, name in (usual | names).items()}
 
 
+def masked_fields(config: Settings, *, head: bool) -> dict[str, Any]:
+    """Fields of BERT and its descendants; without a head for masked tokens, it has no logits."""
+    return dict(
+        encoder_layers=0,
+        decoder_layers=0,
+        max_positions=config.whole("max_position_embeddings", 512),
+        architecture="encoder-only",
+        positions="learned",
+        tied=config.flag("tie_word_embeddings", True) or not head,
+        scale_embedding=False,
+        embedding_norm=True,
+        output_transform=head,
+        output_bias=head,
+        lm_head=head,
+    )
+
+
 def head_width(fields: Mapping[str, Any]) -> int:
     """Width of a head: its own, or d_model / heads; a wrong number of heads is refused later."""
     return int(fields.get("head_width") or fields["d_model"] // max(1, fields["heads"]))

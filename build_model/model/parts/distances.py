@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from transferry.build_model.model.attention import Places
 from transferry.build_model.model.shape import LATER, Size, SizeOrNone, TransformerConfig
 from transferry.build_model.model.transformer import Stack, Transformer
 
@@ -62,19 +63,11 @@ class Distances(Transformer):
         if config.decoder_layers:
             self.decoder_distance = RelativeBias(config, both_ways=False)
 
-    def biases(
-        self,
-        stack: Stack,
-        bias: Tensor,
-        positions: Tensor,
-        columns: Tensor,
-        queries: Tensor | None = None,
-    ) -> list[Tensor]:
+    def biases(self, stack: Stack, bias: Tensor, places: Places) -> list[Tensor]:
         """See `Transformer.biases`."""
-        distance = positions[..., :, None] - columns[..., None, :]
         relative = self.get_submodule(f"{stack}_distance")
-        bias = bias + relative(-distance)
-        return super().biases(stack, bias, positions, columns, queries)
+        bias = bias + relative(-places.distance)
+        return super().biases(stack, bias, places)
 
 
 class DistancesByLayer(Transformer):
@@ -94,17 +87,9 @@ class DistancesByLayer(Transformer):
             RelativeBias(config, both_ways=False) for _ in range(config.decoder_layers)
         )
 
-    def biases(
-        self,
-        stack: Stack,
-        bias: Tensor,
-        positions: Tensor,
-        columns: Tensor,
-        queries: Tensor | None = None,
-    ) -> list[Tensor]:
+    def biases(self, stack: Stack, bias: Tensor, places: Places) -> list[Tensor]:
         """See `Transformer.biases`."""
-        distance = columns[..., None, :] - positions[..., :, None]
-        found = super().biases(stack, bias, positions, columns, queries)
+        found, distance = super().biases(stack, bias, places), -places.distance
         layers = self.get_submodule(f"{stack}_distance")
         return [
             each + relative(distance)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transferry.build_model.model.attention import causal_bias
+from transferry.build_model.model.attention import Places, causal_bias
 from transferry.build_model.model.shape import LATER, TransformerConfig
 from transferry.build_model.model.transformer import Stack, Transformer
 from transferry.runtime.errors import require
@@ -56,22 +56,14 @@ class Windows(Transformer):
 
     config: WindowsConfig
 
-    def biases(
-        self,
-        stack: Stack,
-        bias: Tensor,
-        positions: Tensor,
-        columns: Tensor,
-        queries: Tensor | None = None,
-    ) -> list[Tensor]:
+    def biases(self, stack: Stack, bias: Tensor, places: Places) -> list[Tensor]:
         """See `Transformer.biases`."""
-        seen = super().biases(stack, bias, positions, columns, queries)
-        distance = positions[..., :, None] - columns[..., None, :]
+        seen, distance = super().biases(stack, bias, places), places.distance
         made: dict[tuple[int, int], Tensor] = {}  # each once, however many layers share it
         keys = [(id(each), window) for each, window in zip(seen, self.config.windows, strict=True)]
         for key, each in zip(keys, seen, strict=True):
             if key not in made:
-                made[key] = windowed(each, distance, key[1], queries)
+                made[key] = windowed(each, distance, key[1], places.queries)
         return [made[key] for key in keys]
 
 
@@ -117,14 +109,7 @@ class CausalConfig(TransformerConfig):
 class CausalEncoder(Transformer):
     """An encoder whose tokens see no later ones."""
 
-    def biases(
-        self,
-        stack: Stack,
-        bias: Tensor,
-        positions: Tensor,
-        columns: Tensor,
-        queries: Tensor | None = None,
-    ) -> list[Tensor]:
+    def biases(self, stack: Stack, bias: Tensor, places: Places) -> list[Tensor]:
         """See `Transformer.biases`."""
-        bias = bias + causal_bias(0, positions.shape[0], bias.dtype, bias.device)
-        return super().biases(stack, bias, positions, columns, queries)
+        bias = bias + causal_bias(0, places.positions.shape[0], bias.dtype, bias.device)
+        return super().biases(stack, bias, places)

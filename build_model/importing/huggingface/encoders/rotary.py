@@ -23,6 +23,7 @@ from transferry.build_model.importing.huggingface.tables import (
     Table,
     head_width,
     layer_types,
+    masked_fields,
     parts,
     renamed,
     sizes,
@@ -120,20 +121,12 @@ def _post_norm_fields(
     config: Settings, rotary: Rotary, *, head: bool, kinds: int
 ) -> dict[str, Any]:
     """Fields of BERT with rotary positions; `kinds` is the number of segments by default."""
-    return dict(
+    return masked_fields(config, head=head) | dict(
         **sizes(config),
         **rotary.fields(),
         encoder_layers=config.whole("num_hidden_layers"),
-        decoder_layers=0,
         norm_epsilon=config.number("layer_norm_eps", 1e-12),
-        architecture="encoder-only",
         positions="rotary",
-        tied=config.flag("tie_word_embeddings", True) or not head,
-        scale_embedding=False,
-        embedding_norm=True,
-        output_transform=head,
-        output_bias=head,
-        lm_head=head,
         segments=min(1, config.whole("type_vocab_size", kinds)),
     )
 
