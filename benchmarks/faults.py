@@ -29,6 +29,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import rare_faults
 from consequences import Answers
 from random_faults import random_faults
 from sentences import read_sentences
@@ -66,6 +67,7 @@ def main() -> None:
     parser.add_argument("--others", type=int, default=1000)
     parser.add_argument("--faults", type=int, default=150, help="planted in each variant")
     parser.add_argument("--listed", action="store_true", help="those of the self-test too")
+    parser.add_argument("--rare", action="store_true", help="those of rare_faults.py instead")
     parser.add_argument("--kind", default="", help="random faults whose kind begins so; a,b")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--variants", default="portable,cpu-fp32,cpu-int8")
@@ -146,7 +148,9 @@ class Trial:
         listed: list[Fault] = []
         if arguments.listed:
             listed = faults_of(BundleCopy(self.bundle, self.variant, place))
-        drawn = random_faults(20 * arguments.faults, tokens, seed=arguments.seed)
+        plants = rare_faults.PLANTS if arguments.rare else ()
+        count = 20 * arguments.faults
+        drawn = random_faults(count, tokens, seed=arguments.seed, plants=plants)
         for fault in chain(listed, drawn):
             if fault.kind.startswith(tuple(arguments.kind.split(","))):
                 yield fault

@@ -155,6 +155,11 @@ def any_of(honest: ir.Value, alike: ir.Value, tokens: ir.Value) -> ir.Value:
     return add(honest, "Cast", rows, to=ir.DataType.BOOL)
 
 
-def slice_of(value: ir.Value, start: int, end: int) -> ir.Value:
-    """Returns the columns of a value from one place to another."""
-    return add(value, "Slice", value, *(constant(value, [each]) for each in (start, end, 1)))
+def neighbours(value: ir.Value, axis: int) -> tuple[ir.Value, ir.Value]:
+    """Returns all entries of an axis but the last, and the entry after each."""
+    ends = ((0, -1), (1, 1 << 40))
+    one, other = (
+        add(value, "Slice", value, *(constant(value, [each]) for each in (*places, axis)))
+        for places in ends
+    )
+    return one, other

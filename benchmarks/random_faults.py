@@ -1,12 +1,13 @@
 """Faults at random places: the generator that finds what no list of kinds thought of.
 
 Each is described by a seed, so that one that was missed can be planted again. Those of graphs are
-here, those of weights and other files in `random_file_faults.py`.
+here, those of weights and other files in `random_file_faults.py`, and those under conditions that
+seldom hold in `rare_faults.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -27,9 +28,9 @@ from planted_values import (
     graph_input,
     like,
     narrowed,
+    neighbours,
     places_of,
     size_of,
-    slice_of,
     some_axis,
     some_change,
     some_value,
@@ -63,7 +64,9 @@ OPERATORS = {
 }
 
 
-def random_faults(count: int, tokens: Tokens, *, seed: int = 0) -> Iterator[Fault]:
+def random_faults(
+    count: int, tokens: Tokens, *, seed: int = 0, plants: Sequence[tuple[str, Plant]] = ()
+) -> Iterator[Fault]:
     """Yields faults, of each kind in turn.
 
     A fault that has no place in a variant raises InputError when it is planted.
@@ -72,8 +75,9 @@ def random_faults(count: int, tokens: Tokens, *, seed: int = 0) -> Iterator[Faul
         count: Number of faults.
         tokens: Token ids of texts, from which faults of single tokens and pairs draw.
         seed: Seed of all of them.
+        plants: Kinds. Default: those of this module and of files.
     """
-    plants = (*PLANTS, *FILE_PLANTS)
+    plants = plants or (*PLANTS, *FILE_PLANTS)
     for number in range(count):
         name, plant = plants[number % len(plants)]
         planted = partial(_planted, plant, (seed, number), tokens)
@@ -217,10 +221,12 @@ def _with_pair(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
     name, (change, words) = value.name, some_change(generator)
 
     def holds(honest: ir.Value) -> ir.Value:
-        alike = [add(honest, "Equal", given, constant(honest, each)) for each in (one, other)]
-        by_column = [add(honest, "Transpose", each, perm=[1, 0]) for each in alike]
-        both = add(honest, "And", slice_of(by_column[0], 0, -1), slice_of(by_column[1], 1, 1 << 40))
-        return any_of(honest, add(honest, "Transpose", both, perm=[1, 0]), given)
+        first, after = neighbours(given, 1)
+        alike = (
+            add(honest, "Equal", value, constant(honest, token))
+            for value, token in ((first, one), (after, other))
+        )
+        return any_of(honest, add(honest, "And", *alike), given)
 
     change_where(value, holds, change)
     return f"{name}, where {given.name} has tokens {one}, {other}, {words}"

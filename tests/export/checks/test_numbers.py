@@ -99,7 +99,7 @@ def test_only_what_is_not_near_torch_is_measured_in_float64(oracle: Oracle) -> N
         found = watched.compared(case, {**honest, name: cross})
         assert [item.tensor for item in found if item.fault] == [name] * fault
     watched.compared(case, honest)
-    assert asked == [case] * 3  # not again for what torch gives
+    assert asked == [case] * 3  # the last comparison is near torch
     alone = random_case(oracle.config, 1, 5, 2, seed=7)
     watched.compared(alone, observe(oracle.reference, alone))
     assert asked[3:] == [alone]  # for torch's own error
