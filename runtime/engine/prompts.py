@@ -89,6 +89,17 @@ class Parts:
     inputs: tuple[Any, ...]
 
 
+def deciding_part(given: Any, options: GenerationOptions | None) -> Any:
+    """Returns the part of an input that decides its answer: samples depend on the row too."""
+    if isinstance(given, Parts):
+        keys = tuple(deciding_part(each, options) for each in given.inputs)
+        return None if None in keys else keys
+    source = given
+    if isinstance(given, Asked):
+        source, options = given.source, given.options or options
+    return None if options and options.sample else (source, options)
+
+
 def checked_prompts(texts: Iterable[Source]) -> Iterator[Encodable | Asked]:
     """Yields texts and errors, and chats and token ids as prompts; see `checked_texts`."""
     require_several(texts)

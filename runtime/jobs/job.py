@@ -26,7 +26,7 @@ from transferry.runtime.io.outputs import STANDARD_STREAM, require_own
 from transferry.runtime.io.whole import sha256
 from transferry.runtime.jobs.canary import Canary
 from transferry.runtime.jobs.formats.detection import named_format
-from transferry.runtime.jobs.formats.openai_batch import RepeatedIds
+from transferry.runtime.jobs.formats.openai_batch import RepeatedIds, Seen
 from transferry.runtime.jobs.formats.readers import open_inputs, open_reader, read_rows
 from transferry.runtime.jobs.formats.records import ColumnChoice, Record, RowWriter
 from transferry.runtime.jobs.formats.rows import InputRow, RowReader, hash_rows
@@ -237,13 +237,10 @@ class Job:
             "compression": named_format(self.output)[1],
             "width": self.task.width,
         }
-        if "special_tokens" in described:
-            values["special_tokens"] = described["special_tokens"]
-        if options.long_rows == "split":
-            values["sentencex"] = described.get("sentencex")
-        values |= {name: value for name, value in options.dialect.items() if value is not None}
-        if options.limit is not None:
-            values["limit"] = options.limit
+        versions = ("special_tokens", *(["sentencex"] if options.long_rows == "split" else []))
+        others = {**options.dialect, "limit": options.limit}
+        others |= {name: described.get(name) for name in versions}
+        values |= {name: value for name, value in others.items() if value is not None}
         if options.partition is not None:
             rows, digest = self._whole()
             values |= {"partition": options.partition, "input_rows": rows, "input_sha256": digest}
@@ -432,19 +429,22 @@ class Job:
     ) -> Chunk:
         """Writes rows into one file, and calls `add` with the counts of each one written."""
         chunk, digest = Chunk(first=first), hashlib.sha256()
+        seen = Seen()  # in this chunk: neither interruptions nor workers change the count
         names, looks_special = self.layout.texts, self.engine.bundle.tokenizer.looks_special
 
         def records() -> Iterator[Record]:
             before = time.monotonic()
             for row, result in results:
+                given = self.given(row)
                 if self.canary is not None:
-                    place = row.number * len(names)
-                    self.canary.check(row.number, result, self.given(row), place)
+                    self.canary.check(row.number, result, given, row.number * len(names))
                 yield self.writer.record(row, result, self.task.n_best)
                 row.update(digest)
                 now = time.monotonic()
-                looks = any(looks_special(text) for text in result.texts)
-                tally = Tally.of(row.number, result, now - before, names, looks_special=looks)
+                tally = Tally.of(row.number, result, now - before, names)
+                tally.special_texts = int(any(map(looks_special, result.texts)))
+                if result.error is None and (key := self.task.key(given)) is not None:
+                    tally.repeated = int(seen.again(key))
                 before = now
                 chunk.add(tally)
                 add(tally)

@@ -36,7 +36,7 @@ class Tally:
         log_probability: Sum over all tokens scored, in nats.
         seconds: Time taken.
         first_error: Position and message of the first error.
-        repeated: Rows with the answer of an equal row before, which were not computed again.
+        repeated: Rows equal to an earlier row of their chunk, errors and samples aside.
         shared_prompt_tokens: Tokens of prompts that were copied from a row of the same batch that
             begins alike. Depends on the batches, as the speed does.
         special_texts: Rows with text that looks like a special token of the model's tokenizer.
@@ -63,8 +63,6 @@ class Tally:
         result: RowResult,
         seconds: float,
         columns: Sequence[str] = (),
-        *,
-        looks_special: bool = False,
     ) -> Tally:
         """Counts the row of a number, perhaps with a result for each of several columns."""
         parts = result.parts if len(columns) > 1 and isinstance(result, PartsResult) else (result,)
@@ -79,9 +77,7 @@ class Tally:
             bad_rows=int(bool(kinds)),
             errors={kind: kinds.count(kind) for kind in kinds},
             truncated=int(result.truncated),
-            repeated=int(result.repeated),
             shared_prompt_tokens=result.shared_prompt_tokens,
-            special_texts=int(looks_special),
             source_tokens=result.source_tokens,
             target_tokens=result.target_tokens,
             log_probability=result.total,

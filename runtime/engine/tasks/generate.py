@@ -29,6 +29,7 @@ from transferry.runtime.engine.prompts import (
     Prompt,
     Source,
     checked_prompts,
+    deciding_part,
 )
 from transferry.runtime.engine.result import NOT_FINITE, Results, RowError, RowResult
 from transferry.runtime.engine.tasks.languages import LanguageOptions
@@ -227,6 +228,9 @@ class Generate(Task):
         asked = [Asked(each, options, row.number + i * PIECE) for i, each in enumerate(sources)]
         return asked[0] if len(asked) == 1 else Parts(tuple(asked))
 
+    def key(self, given: Any) -> Any:
+        return deciding_part(given, self.generation)
+
     def _source(self, row: Any, kind: Literal["turn", "messages", "ids"] | None) -> Any:
         if kind is None or not isinstance(row.text, str):
             return self.chosen.text_of(row)
@@ -373,11 +377,6 @@ class _Generate:
         self.engine.require_positions(text.options or self.options)
         return replace(text, options=text.options or self.options)
 
-    def key(self, given: Asked) -> tuple[Any, ...] | None:
-        """Returns the part of an input that decides its answer: samples depend on the row too."""
-        options = given.options or self.options
-        return None if options.sample else (given.source, options)
-
     def answers(self, inputs: Iterable[Asked]) -> Iterator[GenerationResult]:
         """Answers inputs, in order."""
         engine, options, split = self.engine, self.options, self.long_rows == "split"
@@ -386,7 +385,7 @@ class _Generate:
             inputs = in_lines(inputs, lines)
         workers = [partial(self.work, decoder) for decoder in engine.decoders] * engine.replicas
         # A row that is split has several answers.
-        key = None if split else self.key
+        key = None if split else partial(deciding_part, options=options)
         results = engine.answers(inputs, self.prepare, workers, engine.batches.rows, key)
         if split:
             results = joined(results, self.wholes, options.length_penalty)
@@ -398,7 +397,7 @@ class _Generate:
         known: dict[Any, list[WorkItem[EncodedRow] | GenerationResult]] = {}
         rows = self.engine.encode([each.source for each in inputs], self.options, self.long_rows)
         for given, row in zip(inputs, rows, strict=True):
-            key = self.key(given) or given
+            key = deciding_part(given, self.options) or given
             if key not in known:
                 known[key] = [self._item(piece) for piece in self._pieces(given, row)]
             prepared += known[key]

@@ -201,6 +201,10 @@ class Task(ABC):
         """Returns an `InputRow` as the engine takes it."""
         return row.text
 
+    def key(self, given: Any) -> Any:
+        """Returns the part of a row of `given` that decides its answer; None if its number does."""
+        return given
+
     def run(self, engine: Any, rows: Iterator[Any], first: int) -> Iterator[Any]:
         """Yields the result of each row of `given`, in order; the first row has a number."""
         method = getattr(engine, self.name.replace("-", "_"))

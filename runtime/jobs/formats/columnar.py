@@ -25,6 +25,12 @@ _BATCH_BYTES = 1 << 23
 _MOST_BATCH_ROWS = 1024
 # First bytes of an Arrow file with random access; a stream has no such mark.
 _ARROW_MAGIC = b"ARROW1"
+# Metadata of Parquet that would no longer be true with more columns: Spark, for one, reads those
+# columns alone that its own schema lists.
+_OF_LAYOUT = (
+    *(b"ARROW:schema", b"content_defined_chunking"),
+    *(b"org.apache.spark.sql.parquet.row.metadata", b"parquet.avro.schema"),
+)
 
 
 class ColumnarReader(RowReader):
@@ -61,6 +67,9 @@ class ParquetReader(ColumnarReader):
             if isinstance(path, Path):
                 require_small_pages(path, file.metadata)
             schema = file.schema_arrow
+            metadata = {**(file.metadata.metadata or {}), **(schema.metadata or {})}
+            kept = {name: metadata[name] for name in metadata if name not in _OF_LAYOUT}
+            schema = schema.with_metadata(kept or None)
             groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
             self.groups = [group.num_rows for group in groups]
             wide = max((g.total_byte_size // max(1, g.num_rows) for g in groups), default=0)

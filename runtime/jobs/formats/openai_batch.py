@@ -124,6 +124,21 @@ class Request:
         return self.error or (self.inputs[0] if len(self.inputs) == 1 else to_json(self.inputs))
 
 
+class Seen:
+    """Recognises values that come again, by their hashes: of the first 524,288 at most."""
+
+    def __init__(self) -> None:
+        self._hashes = set[int]()
+
+    def again(self, value: Any) -> bool:
+        """Whether an equal value was given before."""
+        if (key := hash(value)) in self._hashes:
+            return True
+        if len(self._hashes) < MOST_IDS:
+            self._hashes.add(key)
+        return False
+
+
 class RepeatedIds:
     """Counts the rows whose id an earlier row has.
 
@@ -138,14 +153,11 @@ class RepeatedIds:
     def watch(self, rows: Iterable[Any]) -> Iterator[Any]:
         """Passes rows on, and counts from 0."""
         self.count, self.first = 0, ""
-        seen: set[int] = set()  # hashes, which take less memory than ids
+        seen = Seen()
         for row in rows:
-            key = hash(row.id)
-            if key in seen:
+            if seen.again(row.id):
                 self.count += 1
                 self.first = self.first or str(row.id)
-            elif len(seen) < MOST_IDS:
-                seen.add(key)
             yield row
 
     def tally(self) -> dict[str, Any]:

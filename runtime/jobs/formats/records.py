@@ -277,5 +277,5 @@ class RowWriter(ABC):
         """Whether some texts of a table have no place in the format."""
         return False
 
-    def _holds_id(self, id: int | str) -> bool:
+    def _holds_id(self, id: Any) -> bool:
         return True

@@ -28,7 +28,7 @@ class InputRow:
 
     Attributes:
         number: Position in the whole input, from 0.
-        id: The field `id`; `number` where the row has none.
+        id: The field `id` as it was read; `number` where the row has none.
         text: Text for the task, or why the row has none.
         fields: All other fields, in order, which the output repeats.
         raw: Bytes that the row was read from, or that distinguish it from any other row, such as
@@ -42,7 +42,7 @@ class InputRow:
     """
 
     number: int
-    id: int | str
+    id: Any
     text: str | RowError
     fields: Mapping[str, Any] = field(default_factory=dict)
     raw: bytes = b""
@@ -158,10 +158,7 @@ class RowReader(ABC):
             language = fields.get(column) if column is not None else None
             languages.append(None if language is None else as_text(language) or None)
         id = fields.pop("id", None)
-        if id is None:
-            id = number
-        elif isinstance(id, bool) or not isinstance(id, int | str):
-            id = as_text(id)
+        id = number if id is None else id
         spoken = languages[0], languages[1]
         return InputRow(number, id, text, fields, raw, languages=spoken, others=others, cells=cells)
 

@@ -259,8 +259,8 @@ class _TsvWriter(_CsvWriter):
         """Whether some texts of a table have no place here."""
         return not self.verbatim
 
-    def _holds_id(self, id: int | str) -> bool:
-        return str(id).translate(_AS_SPACE) == str(id)
+    def _holds_id(self, id: Any) -> bool:
+        return (text := as_text(id)).translate(_AS_SPACE) == text
 
 
 def _text_line(record: Record) -> str:
@@ -406,12 +406,12 @@ class ParquetWriter(RowWriter):
                 raise InputError(f"{path} has other columns than its job writes; run the job again")
             yield from file.iter_batches(self.group, use_threads=False)
 
-    def _holds_id(self, id: int | str) -> bool:
+    def _holds_id(self, id: Any) -> bool:
         import pyarrow
 
         kind = self.schema.field("id").type
         try:
-            pyarrow.scalar(id if pyarrow.types.is_integer(kind) else str(id), kind)
+            pyarrow.scalar(id if pyarrow.types.is_integer(kind) else as_text(id), kind)
         except (ValueError, TypeError, OverflowError):
             return False
         return True

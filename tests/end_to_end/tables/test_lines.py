@@ -110,7 +110,7 @@ def test_a_prompt_is_read_whole(writer_bundle_folder: Path) -> None:
 
 def test_from_file_to_file(bundle_folder: Path, tmp_path: Path, engine: Engine) -> None:
     """Cells of a table and fields of JSON, with canaries, repeats, chunks and a sample."""
-    texts = [text for text in TEXTS if "b b" not in text] * 2
+    texts = [text for text in TEXTS if "b b" not in text for _ in range(2)]
     with (tmp_path / "in.csv").open("w", newline="") as file:
         csv.writer(file).writerows([["id", "words"], *enumerate(texts)])
     lines = (json.dumps({"words": text}) + "\n" for text in texts)

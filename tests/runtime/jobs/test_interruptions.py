@@ -57,6 +57,10 @@ def test_a_job_that_is_killed_at_any_step(source: Path, name: str, every: int) -
 
 
 def test_the_summary_tells_of_the_whole_job(source: Path) -> None:
+    lines = source.read_text().splitlines()
+    lines[3] = lines[0]  # of another chunk
+    lines[7:10] = [lines[6], *lines[0:1], lines[6]]
+    source.write_text("".join(f"{line}\n" for line in lines))
     whole = make_job(source, "whole.jsonl").run()
     stop(source, 7)
     said: list[str] = []
@@ -68,7 +72,8 @@ def test_the_summary_tells_of_the_whole_job(source: Path) -> None:
     )
     assert (summary.rows, summary.errors, summary.saved) == (ROWS, {"empty": 1}, ROWS)
     assert summary.first_error == "row 5: there is no text to work on"
-    for name in ("source_tokens", "target_tokens"):
+    assert whole.repeated == 1
+    for name in ("source_tokens", "target_tokens", "repeated"):
         assert getattr(summary, name) == getattr(whole, name)
     assert (whole.resumed, summary.resumed) == (0, 1)
     assert json.loads((source.parent / "out.jsonl.summary.json").read_bytes())["resumed"] == 1

@@ -145,13 +145,27 @@ def test_parquet_to_jsonl_and_csv(tmp_path: Path) -> None:
     assert (row.fields["yes"], row.fields["price"]) == ("true", "1.10")
 
 
-@pytest.mark.parametrize("kind", ["timestamp", "string", "dictionary", "null"])
+def test_metadata_that_stays_true_is_kept(tmp_path: Path) -> None:
+    schema = pyarrow.schema([("text", pyarrow.string())], {"of": "the schema"})
+    with parquet.ParquetWriter(tmp_path / "in.parquet", schema) as file:
+        stale = "org.apache.spark.sql.parquet.row.metadata"  # Spark would see no other column
+        file.add_key_value_metadata({"geo": "of the file alone", stale: "{}"})
+    reader = open_reader(tmp_path / "in.parquet")
+    path = tmp_path / "out.parquet"
+    with path.open("wb") as out:
+        open_writer(path, rows=reader.layout).write([], out)
+    kept = {b"of": b"the schema", b"geo": b"of the file alone"}
+    assert parquet.read_schema(path).metadata == kept
+
+
+@pytest.mark.parametrize("kind", ["timestamp", "string", "dictionary", "null", "float"])
 def test_ids_of_parquet(tmp_path: Path, kind: str) -> None:
     ids = {
         "timestamp": (pyarrow.array([1000], pyarrow.timestamp("ms")), "1970-01-01T00:00:01.000"),
         "string": (pyarrow.array(["x"]), "x"),
         "dictionary": (pyarrow.array(["x"]).dictionary_encode(), "x"),
         "null": (pyarrow.array([None], pyarrow.int32()), 0),
+        "float": (pyarrow.array([1.5]), 1.5),
     }
     column, id = ids[kind]
     path = passed_through(tmp_path, pyarrow.table({"text": ["a"], "id": column}), "out.jsonl")
