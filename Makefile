@@ -7,7 +7,7 @@
 # make docs    writes the generated pages of docs/ and builds the site into build/site
 # make sessions  runs the console blocks of docs/, writes what they print, and takes
 #              pictures of reports with Chromium; 6 minutes on a quiet machine
-# make js      installs onnxruntime for Node below js/ and runs the tests there
+# make js      installs onnxruntime and bundlers below js/ and runs the tests there
 # make clean   removes what the build, the checks and the demo left; .venv stays
 #
 # PYTHON names the interpreter for .venv, PIP_FLAGS goes to pip. On a Linux machine without a GPU,
@@ -88,13 +88,14 @@ js: $(PACKAGES)
 # `npm install --no-save` of a peer dependency removes it.
 $(PACKAGES): js/package.json
 	rm -rf js/node_modules
-	cd js && npm install --no-save --no-package-lock --ignore-scripts onnxruntime-node onnxruntime-web
+	cd js && npm install --no-save --no-package-lock --ignore-scripts onnxruntime-node onnxruntime-web esbuild typescript vite webpack
 	touch $@
 
 docs: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) --editable ".[docs]"
 	$(BIN)/python docs/make_cli_page.py
 	$(BIN)/python docs/make_import_table.py
+	$(BIN)/python docs/make_js_schema.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
 	@echo "build/site/index.html"
 

@@ -1,13 +1,15 @@
 // The bundle: its manifest, its files checked against their hashes, and its tokenizer.
 
-import { InputError, UsageError } from "./errors.js";
+import { DEFAULTS, generationOptions } from "./decoding/options.js";
+import { check, parse } from "./document.js";
+import { checkNames, InputError, UsageError } from "./errors.js";
 import { sourceOf } from "./source.js";
+import { FORMAT, GRAPHS, MOST_JSON } from "./schema.js";
 import { openTokenizer, tokenizerFiles } from "./tokenizer/tokenizer.js";
 
-export const FORMAT = 9;
+export { FORMAT };
 // Rows are taken in ort/decoder.js, and "generate" is a search of its own.
 const UNUSED = ["select", "generate"];
-const NAME = /^[A-Za-z0-9_+-][A-Za-z0-9._+-]*$/;
 
 /** A bundle: only bytes that match the manifest are ever used. */
 export class Bundle {
@@ -26,23 +28,38 @@ export class Bundle {
    * Opens a bundle: reads its manifest and its tokenizer. Graphs are read when an engine opens.
    *
    * @param {string | URL | object} place folder (Node), URL, or any object with `read(name)`
-   * @param {{tokenizer?: object}} [options] `tokenizer` replaces that of the bundle, see README.md
+   * @param {{tokenizer?: object, signal?: AbortSignal}} [options] `tokenizer` replaces that of the
+   *   bundle, see README.md
    * @returns {Promise<Bundle>}
    */
-  static async open(place, { tokenizer } = {}) {
+  static async open(place, options = {}) {
+    checkNames(options, ["tokenizer", "signal"]);
+    const { tokenizer, signal } = options;
     const source = sourceOf(place);
-    const manifest = parse(await source.read("manifest.json"), "manifest.json");
+    const content = await source.read("manifest.json", undefined, { most: MOST_JSON, signal });
+    const manifest = parse(content, "manifest.json");
     if (manifest.format !== FORMAT) {
       throw new InputError(
-        `manifest.json has bundle format ${manifest.format}, but this package reads format ` +
+        `manifest.json has bundle format ${shown(manifest.format)}, but this package reads format ` +
           `${FORMAT}; export the bundle again, or install the version that wrote it`,
       );
     }
+    check(manifest, "Manifest", "manifest.json");
+    check(manifest.model, "ModelLimits", "manifest.json: model");
+    try {
+      generationOptions({}, { ...DEFAULTS, ...manifest.generation });
+    } catch (error) {
+      throw new InputError(`manifest.json: generation: ${error.message}; export the bundle again`);
+    }
+    const { prompts = {}, default_prompt: usual = "", sides = {} } = manifest.head ?? {};
+    if (usual && !Object.hasOwn({ ...prompts, ...sides }, usual)) {
+      throw new InputError(`manifest.json: head: there is no prompt ${shown(usual)}; export the bundle again`);
+    }
     const bundle = new Bundle(source, manifest, tokenizer);
-    const settings = parse(await bundle.read("tokenizer.json"), "tokenizer.json");
+    const settings = parse(await bundle.read("tokenizer.json", undefined, { signal }), "tokenizer.json");
     const contents = {};
     if (!tokenizer) {
-      for (const name of tokenizerFiles(settings)) contents[name] = await bundle.read(name);
+      for (const name of tokenizerFiles(settings)) contents[name] = await bundle.read(name, undefined, { signal });
     }
     bundle.tokenizer = openTokenizer(settings, contents, tokenizer);
     const size = manifest.model.vocabulary_size;
@@ -60,14 +77,13 @@ export class Bundle {
    *
    * @param {string} name path in the bundle
    * @param {(bytes: number) => void} [progress]
+   * @param {{signal?: AbortSignal}} [options]
    * @returns {Promise<Uint8Array>}
    */
-  async read(name, progress) {
+  async read(name, progress, { signal } = {}) {
     const record = Object.hasOwn(this.manifest.files, name) ? this.manifest.files[name] : null;
-    if (!record || !name.split("/").every((part) => NAME.test(part))) {
-      throw new InputError(`manifest.json does not list ${name}; export the bundle again`);
-    }
-    const content = await this.source.read(name, progress);
+    if (!record) throw new InputError(`manifest.json does not list ${name}; export the bundle again`);
+    const content = await this.source.read(name, progress, { most: record.size, signal });
     const found = await sha256(content);
     if (found !== record.sha256) {
       throw new InputError(
@@ -96,6 +112,14 @@ export class Bundle {
         `variant ${name} keeps its cache in place, which this package does not run; choose portable`,
       );
     }
+    const { graphs } = variants[name];
+    for (const each of GRAPHS[this.manifest.architecture]) {
+      if (!Object.hasOwn(graphs, each)) {
+        throw new InputError(`manifest.json: variant ${name} has no graph ${each}; export the bundle again`);
+      }
+    }
+    const problem = Object.entries(graphs).map(([graph, spec]) => defect(graph, spec)).find(Boolean);
+    if (problem) throw new InputError(`manifest.json: variant ${name}: ${problem}; export the bundle again`);
     return variants[name];
   }
 
@@ -127,12 +151,29 @@ async function sha256(content) {
   return Array.from(digest, (byte) => byte.toString(16).padStart(2, "0")).join("");
 }
 
-function parse(content, name) {
-  try {
-    const value = JSON.parse(new TextDecoder("utf-8", { fatal: true }).decode(content));
-    if (value === null || typeof value !== "object") throw new TypeError("no object");
-    return value;
-  } catch (error) {
-    throw new InputError(`${name} is not JSON (${error.message}); export the bundle again`);
-  }
+// Roles of inputs and outputs of the graphs that are run here.
+const ROLES = {
+  encoder: [["source", "source_mask"], ["cross", "hidden", "logits", "head"]],
+  decoder: [
+    ["target", "past", "past_mask", "cross", "source_mask"],
+    ["logits", "present"],
+  ],
+};
+
+/** Returns what a graph takes or gives that is not known here; "" without such. */
+function defect(name, { inputs, outputs }) {
+  if (!Object.hasOwn(ROLES, name)) return "";
+  const [taken, given] = ROLES[name];
+  const strange = inputs.find(({ role }) => !taken.includes(role)) ?? outputs.find(({ role }) => !given.includes(role));
+  if (strange) return `graph ${name} has ${strange.name} of role ${strange.role}`;
+  const has = (list, role) => list.some((each) => each.role === role);
+  if (!taken.slice(0, 2).every((role) => has(inputs, role))) return `graph ${name} lacks inputs ${taken.slice(0, 2).join(", ")}`;
+  if (name === "decoder" && !given.every((role) => has(outputs, role))) return "graph decoder lacks logits or present";
+  const ranks = { logits: 3, past: 4, present: 4, cross: 4, target: 2, source: 2 };
+  const odd = [...inputs, ...outputs].find(({ role, shape }) => Object.hasOwn(ranks, role) && shape.length !== ranks[role]);
+  return odd ? `${odd.name} has ${odd.shape.length} dimensions` : "";
+}
+
+function shown(value) {
+  return (JSON.stringify(value) ?? "undefined").slice(0, 40);
 }

@@ -2,23 +2,34 @@
 
 import { Bundle } from "./bundle.js";
 import { DEFAULTS, generationOptions } from "./decoding/options.js";
-import { UsageError } from "./errors.js";
+import { checkNames, UsageError } from "./errors.js";
 import { Decoder } from "./ort/decoder.js";
-import { Graph, loadOnnxRuntime } from "./ort/graph.js";
+import { Encoder } from "./ort/encoder.js";
+import { Graph } from "./ort/graph.js";
+import { loadOnnxRuntime } from "./devices.js";
+import { checkLongRows } from "./rows.js";
 import { classify, rank, tag } from "./tasks/classify.js";
 import { embed } from "./tasks/embed.js";
 import { fillMask } from "./tasks/fill_mask.js";
 import { generate } from "./tasks/generate.js";
 import { score } from "./tasks/score.js";
 
+// Options of a row, and of each task besides.
+const ROW = ["longRows", "signal"];
+const LANGUAGES = ["sourceLanguage", "targetLanguage"];
+const LOADING = ["variant", "device", "ort", "session", "progress", "tokenizer", "specialTokens", "signal"];
+
 /** A bundle with its graphs open. */
 export class Engine {
+  #closed = null;
+
   /** @private use `Engine.load` */
   constructor(bundle, ort, graphs) {
     this.bundle = bundle;
     this.ort = ort;
     this.graphs = graphs;
     this.decoder = "decoder" in graphs ? new Decoder(ort, graphs, bundle.manifest.model) : null;
+    this.encoder = new Encoder(ort, graphs);
     this.positions = bundle.manifest.model.max_positions;
   }
 
@@ -26,31 +37,47 @@ export class Engine {
    * Opens a bundle and its graphs.
    *
    * @param {string | URL | object} place see `Bundle.open`
-   * @param {object} [options] variant: "portable" by default; ort: onnxruntime; session: its session
-   *   options; progress: called with bytes read and bytes in all; tokenizer: see `Bundle.open`;
-   *   specialTokens: meaning of text such as "</s>": "as-text" by default, or "as-tokens"
+   * @param {object} [options] variant: "portable" by default; device: see `loadOnnxRuntime`; ort:
+   *   onnxruntime in place of it; session: its session options; progress: called with bytes read,
+   *   bytes in all, and the file, its size and the bytes read of it; tokenizer: see `Bundle.open`;
+   *   specialTokens: meaning of text such as "</s>": "as-text" by default, or "as-tokens"; signal: an
+   *   AbortSignal
    * @returns {Promise<Engine>}
    */
-  static async load(place, { variant = "portable", ort, session, progress, tokenizer, specialTokens } = {}) {
+  static async load(place, options = {}) {
+    checkNames(options, LOADING);
+    const { variant = "portable", device, session, progress, tokenizer, specialTokens, signal } = options;
     if (![undefined, "as-text", "as-tokens"].includes(specialTokens)) {
       throw new UsageError(`specialTokens must be as-text or as-tokens, found ${specialTokens}`);
     }
-    const bundle = place instanceof Bundle ? place : await Bundle.open(place, { tokenizer });
+    if (options.ort && device !== undefined) {
+      throw new UsageError("device has no effect with ort: leave one out");
+    }
+    const bundle = place instanceof Bundle ? place : await Bundle.open(place, { tokenizer, signal });
     if (specialTokens === "as-tokens") bundle.tokenizer.readSpecialTokens();
     const chosen = bundle.variant(variant);
-    ort ??= await loadOnnxRuntime();
-    const all = bundle.graphFiles(chosen).reduce((sum, file) => sum + bundle.manifest.files[file].size, 0);
-    const files = new Map();
+    const { ort, ...found } = options.ort ? { ort: options.ort } : await loadOnnxRuntime(device);
+    const { files } = bundle.manifest;
+    const all = bundle.graphFiles(chosen).reduce((sum, file) => sum + files[file].size, 0);
+    const contents = new Map();
     let read = 0;
     const checked = async (name) => {
-      if (!files.has(name)) {
-        files.set(name, await bundle.read(name, (bytes) => progress?.((read += bytes), all)));
-      }
-      return files.get(name);
+      let loaded = 0;
+      const told = (bytes) => {
+        [read, loaded] = [read + bytes, loaded + bytes];
+        progress?.(read, all, { file: name, loaded, total: files[name].size });
+      };
+      if (!contents.has(name)) contents.set(name, await bundle.read(name, told, { signal }));
+      return contents.get(name);
     };
     const graphs = {};
-    for (const [name, spec] of bundle.steps(chosen)) {
-      graphs[name] = await Graph.open(ort, bundle, spec, checked, session ?? {});
+    try {
+      for (const [name, spec] of bundle.steps(chosen)) {
+        graphs[name] = await Graph.open(ort, bundle, spec, checked, { ...found.session, ...session });
+      }
+    } catch (error) {
+      for (const graph of Object.values(graphs)) await graph.close();
+      throw error;
     }
     return new Engine(bundle, ort, graphs);
   }
@@ -76,15 +103,17 @@ export class Engine {
   /**
    * Generates an answer to each text, in order.
    *
-   * @param {Iterable<string | number[]>} texts texts, or lists of token ids that the model reads
+   * @param {Iterable | AsyncIterable} texts texts, or lists of token ids that the model reads
    * @param {object} [values] fields of the generation options
-   * @param {object} [how] firstRow, longRows, sourceLanguage, targetLanguage
+   * @param {object} [how] firstRow, longRows, sourceLanguage, targetLanguage, signal
    */
-  async *generate(texts, values = {}, { firstRow = 0, ...how } = {}) {
+  async *generate(texts, values = {}, how = {}) {
+    this.#check(how, ["firstRow", ...LANGUAGES]);
     checkSeveral(texts);
-    let row = firstRow;
-    for (const text of texts) {
-      const steps = this.stream(text, values, { ...how, row: row++ });
+    const { firstRow: first = 0, ...rest } = how;
+    let row = checkRow(first, "firstRow");
+    for await (const text of texts) {
+      const steps = this.stream(text, values, { ...rest, row: row++ });
       let step;
       do step = await steps.next();
       while (!step.done);
@@ -102,33 +131,35 @@ export class Engine {
    * @param {object} [how] see tasks/generate.js
    */
   async *stream(text, values = {}, how = {}) {
+    this.#check(how, ["row", ...LANGUAGES]);
+    checkRow(how.row ?? 0, "row");
     if (!this.decoder) throw new UsageError(`the bundle generates nothing; its tasks are ${this.tasks.join(", ")}`);
     return yield* generate(this, text, this.options(values), how);
   }
 
   /** Scores pairs of source and target, or texts, in order; see tasks/score.js. */
   score(rows, options) {
-    return this.#each(score, rows, options);
+    return this.#each(score, rows, options, LANGUAGES);
   }
 
   /** Fills the masks of each text, in order; see tasks/fill_mask.js. */
   fillMask(texts, options) {
-    return this.#each(fillMask, texts, options);
+    return this.#each(fillMask, texts, options, ["mask", "top", "batch"]);
   }
 
   /** Embeds each text, in order; see tasks/embed.js. */
   embed(texts, options) {
-    return this.#each(embed, texts, options);
+    return this.#each(embed, texts, options, ["pooling", "normalise", "prompt", "batch"]);
   }
 
   /** Scores the labels of texts or pairs of texts, in order; see tasks/classify.js. */
   classify(rows, options) {
-    return this.#each(classify, rows, options);
+    return this.#each(classify, rows, options, ["batch"]);
   }
 
   /** Scores pairs of texts, in order; see tasks/classify.js. */
   rank(pairs, options) {
-    return this.#each(rank, pairs, options);
+    return this.#each(rank, pairs, options, ["batch"]);
   }
 
   /** Refuses task answer, which the Python engine has. */
@@ -138,22 +169,52 @@ export class Engine {
 
   /** Scores the labels of the tokens of texts, in order; see tasks/classify.js. */
   tag(texts, options) {
-    return this.#each(tag, texts, options);
+    return this.#each(tag, texts, options, ["aggregation", "batch"]);
   }
 
-  async *#each(task, rows, options) {
+  async *#each(task, rows, options = {}, names = []) {
+    this.#check(options, names);
     checkSeveral(rows);
-    for (const row of rows) yield await task(this, row, options);
+    const { batch = 1, signal, ...rest } = options;
+    if (!Number.isSafeInteger(batch) || batch < 1) throw new UsageError(`batch must be at least 1, found ${batch}`);
+    let waiting = [];
+    // Rows that are begun together reach the encoder together.
+    const answers = () => {
+      this.#check({ signal });
+      return Promise.all(waiting.splice(0).map((row) => task(this, row, rest)));
+    };
+    for await (const row of rows) {
+      if (waiting.push(row) === batch) yield* await answers();
+    }
+    if (waiting.length) yield* await answers();
   }
 
-  /** Frees the memory of the graphs. */
-  async close() {
-    for (const graph of Object.values(this.graphs)) await graph.session.release();
+  /** Throws for options that do not exist, an aborted signal, and a closed engine. */
+  #check(how, names = []) {
+    checkNames(how, [...ROW, ...names]);
+    checkLongRows(how.longRows);
+    how.signal?.throwIfAborted();
+    if (this.#closed) throw new UsageError("the engine is closed; load the bundle again");
+  }
+
+  /** Frees the memory of the graphs, once what runs on them has ended. */
+  close() {
+    this.#closed ??= Promise.all(Object.values(this.graphs).map((graph) => graph.close())).then(() => {});
+    return this.#closed;
+  }
+
+  /** Closes the engine at the end of a block: `await using engine = ...`. */
+  [Symbol.asyncDispose ?? Symbol.for("Symbol.asyncDispose")]() {
+    return this.close();
   }
 }
 
 function checkSeveral(texts) {
-  if (typeof texts === "string" || typeof texts?.[Symbol.iterator] !== "function") {
-    throw new UsageError("texts must be several, such as a list");
-  }
+  const iterates = typeof (texts?.[Symbol.asyncIterator] ?? texts?.[Symbol.iterator]) === "function";
+  if (typeof texts === "string" || !iterates) throw new UsageError("texts must be several, such as a list");
+}
+
+function checkRow(row, name) {
+  if (!(Number.isSafeInteger(row) && row >= 0)) throw new UsageError(`${name} must be a whole number from 0, found ${row}`);
+  return row;
 }

@@ -7,3 +7,35 @@ export class InputError extends Error {
 export class UsageError extends Error {
   name = "UsageError";
 }
+
+/**
+ * Refuses options that do not exist, and names the nearest one.
+ *
+ * @param {object} options
+ * @param {string[]} known names
+ * @throws {UsageError}
+ */
+export function checkNames(options, known) {
+  if (options === null || typeof options !== "object") {
+    throw new UsageError(`options must be an object, found ${options}`);
+  }
+  const unknown = Object.keys(options).find((name) => !known.includes(name));
+  if (unknown === undefined) return;
+  const distances = known.map((name) => distance(unknown.toLowerCase(), name.toLowerCase()));
+  const least = Math.min(...distances);
+  const nearest = least < 4 ? `did you mean ${known[distances.indexOf(least)]}? ` : "";
+  throw new UsageError(`there is no option ${unknown.slice(0, 40)}; ${nearest}there are ${known.join(", ")}`);
+}
+
+/** Returns the least number of changed letters between two words (Levenshtein 1966). */
+function distance(one, other) {
+  let row = Array.from({ length: other.length + 1 }, (_, place) => place);
+  for (const [place, letter] of [...one.slice(0, 40)].entries()) {
+    const next = [place + 1];
+    [...other].forEach((each, column) => {
+      next.push(Math.min(next[column] + 1, row[column + 1] + 1, row[column] + Number(letter !== each)));
+    });
+    row = next;
+  }
+  return row.at(-1);
+}

@@ -7,7 +7,11 @@ export const FORMAT: number;
 
 /** Where the files of a bundle are; `progress` is called with the size of each part read. */
 export interface Source {
-  read(name: string, progress?: (bytes: number) => void): Promise<Uint8Array>;
+  read(
+    name: string,
+    progress?: (bytes: number) => void,
+    limits?: { most?: number; signal?: AbortSignal },
+  ): Promise<Uint8Array>;
 }
 
 /** A tokenizer that replaces that of a bundle; ids without special tokens. */
@@ -62,13 +66,17 @@ export class Bundle {
   /** Opens a folder (Node), a URL, or any source of files. */
   static open(
     place: string | URL | Source,
-    options?: { tokenizer?: OtherTokenizer },
+    options?: { tokenizer?: OtherTokenizer; signal?: AbortSignal },
   ): Promise<Bundle>;
   readonly source: Source;
   readonly manifest: Record<string, any>;
   readonly tokenizer: Tokenizer;
   /** Reads a file that the manifest lists, and checks its sha256. */
-  read(name: string, progress?: (bytes: number) => void): Promise<Uint8Array>;
+  read(
+    name: string,
+    progress?: (bytes: number) => void,
+    options?: { signal?: AbortSignal },
+  ): Promise<Uint8Array>;
 }
 
 /** The options of docs/generation.md, under the same names. */
@@ -111,9 +119,9 @@ export function generationOptions(
   encode?: (text: string) => number[],
 ): GenerationOptions;
 
-/** Random numbers in [0, 1) of one sample, one for each step. */
 /** Returns the number whose text is the shortest that gives a float32 back. */
 export function single(value: number): number;
+/** Random numbers in [0, 1) of one sample, one for each step. */
 export function uniforms(
   seed: number | bigint,
   row: number | bigint,
@@ -148,8 +156,8 @@ export interface FilledMaskRecord {
 }
 export interface EmbeddingRecord {
   source: string;
-  /** For JSON: `Array.from(vector, single)`. */
-  vector?: Float32Array;
+  /** In JSON a list of numbers. */
+  vector?: Float32Array & { toJSON(): number[] };
   error?: RowError;
   truncated?: true;
 }
@@ -189,73 +197,113 @@ export interface TaggedRecord {
   truncated?: true;
 }
 export interface RowOptions {
+  /** Treatment of a text longer than the model's positions. */
   longRows?: "error" | "truncate";
+  signal?: AbortSignal;
+}
+export interface Languages {
   sourceLanguage?: string;
   targetLanguage?: string;
 }
+export interface Batches {
+  /** Rows that the model computes together. Default: 1. */
+  batch?: number;
+}
+/** Rows: a list, a generator, lines of `readline`, a stream. */
+export type Several<T> = Iterable<T> | AsyncIterable<T>;
+export type Task = "generate" | "score" | "embed" | "fill-mask" | "classify" | "rank" | "tag";
+
+export interface LoadOptions {
+  /** "portable" (the default) or "portable-int8". */
+  variant?: string;
+  /** Default: "cpu" in Node, where "wasm" is another choice, and "wasm" elsewhere. */
+  device?: "cpu" | "wasm" | "webgpu";
+  /** onnxruntime, in place of that of the device. */
+  ort?: object;
+  /** Session options of onnxruntime. */
+  session?: object;
+  /** Called with bytes read and bytes in all, and the same of the file that is read. */
+  progress?: (
+    read: number,
+    all: number,
+    file: { file: string; loaded: number; total: number },
+  ) => void;
+  tokenizer?: OtherTokenizer;
+  /** Meaning of text that looks like a special token. Default: "as-text". */
+  specialTokens?: "as-text" | "as-tokens";
+  signal?: AbortSignal;
+}
 
 export class Engine {
-  static load(
-    place: string | URL | Source | Bundle,
-    options?: {
-      variant?: string;
-      /** onnxruntime-web or onnxruntime-node. Default: what is installed. */
-      ort?: object;
-      /** Session options of onnxruntime. */
-      session?: object;
-      progress?: (read: number, all: number) => void;
-      tokenizer?: OtherTokenizer;
-      /** Meaning of text that looks like a special token. Default: "as-text". */
-      specialTokens?: "as-text" | "as-tokens";
-    },
-  ): Promise<Engine>;
+  static load(place: string | URL | Source | Bundle, options?: LoadOptions): Promise<Engine>;
   readonly bundle: Bundle;
-  readonly tasks: (
-    "generate" | "score" | "embed" | "fill-mask" | "classify" | "rank" | "tag"
-  )[];
+  readonly tasks: Task[];
   options(values?: Partial<GenerationOptions>): GenerationOptions;
   generate(
-    texts: Iterable<string | number[]>,
+    texts: Several<string | number[]>,
     options?: Partial<GenerationOptions>,
-    how?: RowOptions & { firstRow?: number },
+    how?: RowOptions & Languages & { firstRow?: number },
   ): AsyncGenerator<GenerationRecord, void>;
   /** Yields the text as it grows; returns the record. */
   stream(
     text: string | number[],
     options?: Partial<GenerationOptions>,
-    how?: RowOptions & { row?: number },
+    how?: RowOptions & Languages & { row?: number },
   ): AsyncGenerator<{ text: string; tokens: number[] }, GenerationRecord>;
   score(
-    rows: Iterable<string | [string, string]>,
-    options?: RowOptions,
+    rows: Several<string | [string, string]>,
+    options?: RowOptions & Languages,
   ): AsyncGenerator<ScoreRecord, void>;
   classify(
-    rows: Iterable<string | [string, string]>,
-    options?: { longRows?: "error" | "truncate" },
+    rows: Several<string | [string, string]>,
+    options?: RowOptions & Batches,
   ): AsyncGenerator<ClassifiedRecord, void>;
   rank(
-    pairs: Iterable<[string, string]>,
-    options?: { longRows?: "error" | "truncate" },
+    pairs: Several<[string, string]>,
+    options?: RowOptions & Batches,
   ): AsyncGenerator<RankedRecord, void>;
   tag(
-    texts: Iterable<string>,
-    options?: {
-      aggregation?: "none" | "simple" | "first" | "average" | "max";
-      longRows?: "error" | "truncate";
-    },
+    texts: Several<string>,
+    options?: RowOptions &
+      Batches & { aggregation?: "none" | "simple" | "first" | "average" | "max" },
   ): AsyncGenerator<TaggedRecord, void>;
   fillMask(
-    texts: Iterable<string>,
-    options?: { mask?: string; top?: number; longRows?: "error" | "truncate" },
+    texts: Several<string>,
+    options?: RowOptions & Batches & { mask?: string; top?: number },
   ): AsyncGenerator<FilledMaskRecord, void>;
   embed(
-    texts: Iterable<string>,
-    options?: {
-      pooling?: "mean" | "first" | "last";
-      normalise?: boolean;
-      prompt?: string;
-      longRows?: "error" | "truncate";
-    },
+    texts: Several<string>,
+    options?: RowOptions &
+      Batches & { pooling?: "mean" | "first" | "last"; normalise?: boolean; prompt?: string },
   ): AsyncGenerator<EmbeddingRecord, void>;
+  /** Frees the memory of the graphs, once what runs on them has ended. */
+  close(): Promise<void>;
+  [Symbol.asyncDispose](): Promise<void>;
+}
+
+/** Answers one row with a record, a list of rows with a list of records. */
+export interface Answers<Row, Result, Options extends unknown[]> {
+  (row: Row, ...options: Options): Promise<Result>;
+  (rows: Row[], ...options: Options): Promise<Result[]>;
+  engine: Engine;
   close(): Promise<void>;
 }
+type Of<Method extends (...values: any) => AsyncGenerator<any, void>> =
+  Parameters<Method> extends [Several<infer Row>, ...infer Options]
+    ? Answers<Row, ReturnType<Method> extends AsyncGenerator<infer Result, void> ? Result : never, Options>
+    : never;
+export interface Tasks {
+  generate: Of<Engine["generate"]>;
+  score: Of<Engine["score"]>;
+  embed: Of<Engine["embed"]>;
+  "fill-mask": Of<Engine["fillMask"]>;
+  classify: Of<Engine["classify"]>;
+  rank: Of<Engine["rank"]>;
+  tag: Of<Engine["tag"]>;
+}
+/** Opens a bundle for one task. */
+export function pipeline<Name extends Task>(
+  task: Name,
+  place: string | URL | Source | Bundle,
+  options?: LoadOptions,
+): Promise<Tasks[Name]>;

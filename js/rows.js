@@ -86,6 +86,7 @@ export function isBlank(text) {
 
 /** Throws UsageError for a treatment of long rows that is not possible here. */
 export function checkLongRows(longRows) {
+  if (longRows === "split") throw new UsageError('longRows "split" needs the Python engine; give each sentence a row');
   if (![undefined, "error", "truncate"].includes(longRows)) {
     throw new UsageError(`longRows must be error or truncate, found ${longRows}`);
   }
@@ -104,6 +105,14 @@ export async function answered(source, blank, record) {
 /** Returns a number of a record; null for NaN and infinity, since JSON has neither. */
 export function finite(value) {
   return Number.isFinite(value) ? value : null;
+}
+
+/** A vector whose JSON is a list of the shortest numbers. */
+export class Vector extends Float32Array {
+  /** Returns the list. */
+  toJSON() {
+    return Array.from(this, single);
+  }
 }
 
 /** Returns the number whose text is the shortest that gives a float32 back. */

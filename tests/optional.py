@@ -5,9 +5,11 @@ import shutil
 from pathlib import Path
 
 PACKAGES = Path(__file__).resolve().parent.parent / "js" / "node_modules"
+NPM = ("onnxruntime-node", "onnxruntime-web", "esbuild", "typescript", "vite", "webpack")
 # Programs, with other names of the same one.
 PROGRAMS = {
     "node": ("node",),
+    "npm": ("npm",),
     "chromium": ("chromium", "chromium-browser", "google-chrome"),
 }
 
@@ -18,9 +20,9 @@ def program(name: str) -> str | None:
 
 
 def is_installed(name: str) -> bool:
-    """Whether a Python package, an npm package (onnxruntime-...) or a program is here."""
+    """Whether a Python package, an npm package or a program is here."""
     if name in PROGRAMS:
         return program(name) is not None
-    if name.startswith("onnxruntime-"):
+    if name in NPM:
         return (PACKAGES / name).exists()
     return importlib.util.find_spec(name) is not None

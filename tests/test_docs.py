@@ -176,6 +176,11 @@ def test_the_tables_of_model_types_are_what_the_import_knows() -> None:
         assert text == made["with_table"](text), "run `make docs`"
 
 
+def test_the_types_of_documents_in_javascript_are_those_of_python() -> None:
+    made = runpy.run_path(str(CHECKOUT / "docs" / "make_js_schema.py"))["page"]()
+    assert (CHECKOUT / "js" / "schema.js").read_text(encoding="utf-8") == made, "run `make docs`"
+
+
 @pytest.mark.parametrize("name", sorted(main.commands))
 def test_every_command_shows_an_example_of_itself(name: str) -> None:
     epilog = main.commands[name].epilog or ""

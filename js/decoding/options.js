@@ -1,6 +1,6 @@
 // Options of generation: the fields of docs/generation.md under their names, checked together.
 
-import { UsageError } from "../errors.js";
+import { checkNames, UsageError } from "../errors.js";
 
 const MOST = 2 ** 53 - 1;
 const whole = (least, most = MOST) => ({
@@ -84,6 +84,7 @@ const LENGTHS = [
  * @throws {UsageError} for an unknown field, a value out of range, or fields that conflict
  */
 export function generationOptions(values, base = DEFAULTS, encode) {
+  checkNames(values, Object.keys(FIELDS));
   if (values.suppress && encode) values = suppressing(values, base, encode);
   const ruledOut = {};
   const sample = values.sample ?? (base.sample && (values.beam ?? 1) === 1);
@@ -101,10 +102,8 @@ export function generationOptions(values, base = DEFAULTS, encode) {
 }
 
 function check(options) {
+  checkNames(options, Object.keys(FIELDS));
   for (const [name, value] of Object.entries(options)) {
-    if (!Object.hasOwn(FIELDS, name)) {
-      throw new UsageError(`there is no option ${name}; there are ${Object.keys(FIELDS).join(", ")}`);
-    }
     const [, kind] = FIELDS[name];
     if (!kind.holds(value)) throw new UsageError(`${name} must be ${kind.what}, found ${shown(value)}`);
   }

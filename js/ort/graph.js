@@ -1,33 +1,9 @@
 // onnxruntime: its sessions by tensor role.
 
 import { weightsOf } from "../bundle.js";
-import { UsageError } from "../errors.js";
-import { FolderSource } from "../source.js";
+import { InputError, UsageError } from "../errors.js";
 
 const ARRAYS = { float32: Float32Array, int64: BigInt64Array, bool: Uint8Array };
-
-/** Turns off the telemetry of onnxruntime-node, which starts with its first session. */
-function disableTelemetry() {
-  if (globalThis.process?.env) process.env.ORT_DISABLE_TELEMETRY ??= "1";
-}
-
-/** Returns onnxruntime-node in Node if it is installed, else onnxruntime-web. */
-export async function loadOnnxRuntime() {
-  disableTelemetry();
-  const names = ["onnxruntime-node", "onnxruntime-web"];
-  if (!globalThis.process?.versions?.node) names.shift();
-  for (const name of names) {
-    try {
-      const module = await import(name);
-      return module.default?.InferenceSession ? module.default : module;
-    } catch (error) {
-      if (!["ERR_MODULE_NOT_FOUND", undefined].includes(error.code)) throw error;
-    }
-  }
-  throw new UsageError(
-    `found neither ${names.join(" nor ")}: npm install ${names[0]}, or pass \`ort\``,
-  );
-}
 
 /** A tensor of onnxruntime. */
 export function tensor(ort, type, values, shape) {
@@ -37,6 +13,9 @@ export function tensor(ort, type, values, shape) {
 
 /** A graph whose tensors are addressed by role, in the order of the manifest. */
 export class Graph {
+  #running = new Set();
+  #closed = false;
+
   constructor(session, spec) {
     this.session = session;
     this.spec = spec;
@@ -52,7 +31,6 @@ export class Graph {
    * @param {object} options session options of onnxruntime
    */
   static async open(ort, bundle, spec, read, options) {
-    disableTelemetry(); // of an `ort` that was passed too
     for (const { type, name } of [...spec.inputs, ...spec.outputs]) {
       if (!Object.hasOwn(ARRAYS, type)) {
         throw new UsageError(`${spec.file} has ${name} of type ${type}; choose variant portable`);
@@ -64,14 +42,10 @@ export class Graph {
     // Weights of 8 bits are converted once, not in every run.
     const session = { ...options.extra?.session, disable_quant_qdq: "1" };
     options = { ...options, extra: { ...options.extra, session } };
-    const native = !ort.env.versions?.web && bundle.source instanceof FolderSource;
-    // onnxruntime-node takes no weights from memory; it finds them beside the graph.
-    const opened = native
-      ? await ort.InferenceSession.create(`${bundle.source.folder}/${spec.file}`, options)
-      : await ort.InferenceSession.create(graph, {
-          ...options,
-          externalData: stored ? [{ path: "weights.bin", data: stored }] : [],
-        });
+    const externalData = stored ? [{ path: "weights.bin", data: stored }] : [];
+    const opened = await ort.InferenceSession.create(graph, { ...options, externalData }).catch((error) => {
+      throw new InputError(`${spec.file} cannot be opened (${error.message}); copy the bundle again`, { cause: error });
+    });
     return new Graph(opened, spec);
   }
 
@@ -93,6 +67,7 @@ export class Graph {
    * @returns {Promise<object[][]>} the tensors of each role
    */
   async run(inputs, ...roles) {
+    if (this.#closed) throw new UsageError("the engine is closed; load the bundle again");
     const places = {};
     const feeds = {};
     for (const { name, role } of this.spec.inputs) {
@@ -102,7 +77,16 @@ export class Graph {
     const names = roles.map((wanted) =>
       this.spec.outputs.filter(({ role }) => role === wanted).map(({ name }) => name),
     );
-    const results = await this.session.run(feeds, names.flat());
+    const running = this.session.run(feeds, names.flat());
+    this.#running.add(running);
+    const results = await running.finally(() => this.#running.delete(running));
     return names.map((each) => each.map((name) => results[name]));
+  }
+
+  /** Frees the memory, once no run is left. */
+  async close() {
+    this.#closed = true;
+    await Promise.allSettled(this.#running);
+    await this.session.release();
   }
 }

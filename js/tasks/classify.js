@@ -1,7 +1,6 @@
 // Labels of texts, of pairs of texts and of tokens: the scores of a model's head.
 
-import { UsageError } from "../errors.js";
-import { encodeIds } from "../ort/encoder.js";
+import { InputError, UsageError } from "../errors.js";
 import { answered, checkLongRows, encodeRow, isBlank, notFinite, requireText, RowError, single, tokenIds, tooLong } from "../rows.js";
 import { entities } from "./entities.js";
 
@@ -82,8 +81,9 @@ export function tag(engine, text, { aggregation = "none", longRows } = {}) {
   const limits = headLimits(engine, longRows);
   return answered(text, {}, async () => {
     const { ids, truncated } = encodeRow(text, tokenizer, limits);
-    const { data, dims } = await encodeIds(engine, ids, "head");
+    const { data, dims } = await engine.encoder.encode(ids, "head");
     const width = dims.at(-1);
+    requireWidth(width, engine);
     const { before, after } = tokenizer.special;
     const rows = ids.slice(before.length, ids.length - after.length).map((_, place) => {
       const first = (before.length + place) * width;
@@ -96,6 +96,13 @@ export function tag(engine, text, { aggregation = "none", longRows } = {}) {
     const record = { source: text, tags };
     return truncated ? { ...record, truncated } : record;
   });
+}
+
+function requireWidth(width, { bundle }) {
+  const { length } = bundle.manifest.head.labels;
+  if (width !== length) {
+    throw new InputError(`manifest.json: the model gives ${width} scores, and there are ${length} labels; export the bundle again`);
+  }
 }
 
 function headRecord(engine, row, longRows, answer) {
@@ -115,7 +122,8 @@ function headRecord(engine, row, longRows, answer) {
       : (_, ...rest) => encodePair(read, pair, ...rest);
   return answered(text, {}, async () => {
     const { ids, truncated } = encode(read, engine.bundle.tokenizer, limits);
-    const { data } = await encodeIds(engine, ids, "head");
+    const { data } = await engine.encoder.encode(ids, "head");
+    requireWidth(data.length, engine);
     if (!data.every(Number.isFinite)) throw notFinite();
     const record = { source: text, ...answer(data) };
     return truncated ? { ...record, truncated } : record;

@@ -1,8 +1,7 @@
 // Embedding of texts: the vector of a model's head, or its hidden states pooled over the tokens.
 
 import { UsageError } from "../errors.js";
-import { encodeIds } from "../ort/encoder.js";
-import { answered, encodeRow, notFinite } from "../rows.js";
+import { answered, encodeRow, notFinite, Vector } from "../rows.js";
 import { headLimits } from "./classify.js";
 
 /**
@@ -35,7 +34,7 @@ export function embed(engine, text, { pooling, normalise = false, prompt, longRo
     const prompted = text.trim() && named ? prompts[named] + text : text;
     const { ids, truncated } = encodeRow(prompted, engine.bundle.tokenizer, limits);
     const whole = pooling === undefined && head?.task === "embed";
-    const { data, dims } = await encodeIds(engine, ids, whole ? "head" : "hidden");
+    const { data, dims } = await engine.encoder.encode(ids, whole ? "head" : "hidden");
     const all = dims.at(-1);
     const width = (whole && head.width) || all;
     const count = whole || pooling === "first" || pooling === "last" ? 1 : ids.length;
@@ -45,7 +44,7 @@ export function embed(engine, text, { pooling, normalise = false, prompt, longRo
       if (place % all < width) vector[place % all] += data[from + place];
     }
     const divisor = normalise ? Math.hypot(...vector.map((value) => value / count)) || Number.MIN_VALUE : 1;
-    const found = Float32Array.from(vector, (value) => value / count / divisor);
+    const found = Vector.from(vector, (value) => value / count / divisor);
     if (!found.every(Number.isFinite)) throw notFinite();
     const record = { source: text, vector: found };
     return truncated ? { ...record, truncated } : record;

@@ -2,7 +2,6 @@
 
 import { Best, logSumExp } from "../decoding/logits.js";
 import { UsageError } from "../errors.js";
-import { encodeIds } from "../ort/encoder.js";
 import { answered, checkLongRows, encodeRow, notFinite, RowError } from "../rows.js";
 
 /**
@@ -31,7 +30,7 @@ export function fillMask(engine, text, { mask = "[MASK]", top = 5, longRows } = 
       const where = truncated ? ` among the ${side} ${ids.length} tokens` : "";
       throw new RowError("no-mask", `there is no ${mask} to fill in${where}`);
     }
-    const { data, dims } = await encodeIds(engine, ids, "logits");
+    const { data, dims } = await engine.encoder.encode(ids, "logits");
     const filled = [...ids];
     const masks = places.map((place) => {
       const logits = data.subarray(place * dims[2], (place + 1) * dims[2]);

@@ -107,6 +107,7 @@ async function* answerText(engine, text, options, how) {
   const partial = tokenizer.decodePartial?.bind(tokenizer) ?? decode;
   let step;
   while (!(step = await steps.next()).done) {
+    how.signal?.throwIfAborted();
     yield { text: cut(partial(step.value), options.stop), tokens: [...step.value] };
   }
   const found = step.value

@@ -4,7 +4,7 @@ import assert from "node:assert/strict";
 import { readFileSync } from "node:fs";
 import test from "node:test";
 
-import { Bundle, Engine } from "../index.js";
+import { Bundle, Engine } from "../node.js";
 import { installed } from "./onnxruntime.js";
 
 const path = process.env.TRANSFERRY_CASES;
@@ -35,13 +35,33 @@ for (const name of ["onnxruntime-node", "onnxruntime-web"]) {
         for await (const record of engines.get(key)[method](texts, options)) found.push(record);
         assert.equal(found.length, records.length);
         records.forEach((record, row) => {
-          const plain = JSON.parse(JSON.stringify(found[row], (_, value) => (ArrayBuffer.isView(value) ? [...value] : value)));
-          same(plain, record, `row ${row}`);
+          same(JSON.parse(JSON.stringify(found[row])), record, `row ${row}`);
         });
+        if (["generate", "score"].includes(task)) return;
+        const batched = [];
+        const stream = ReadableStream.from(texts);
+        for await (const record of engines.get(key)[method](stream, { ...options, batch: 3 })) batched.push(record);
+        batched.forEach((record, row) => same(JSON.parse(JSON.stringify(record)), records[row], `batched row ${row}`));
       });
     }
-    for (const engine of engines.values()) await engine.close();
+    for (const engine of engines.values()) await ends(engine);
   });
+}
+
+/** Asserts that a signal ends generation, and that an engine closes once, after what runs on it. */
+async function ends(engine) {
+  if (engine.decoder) {
+    const abort = new AbortController();
+    const steps = engine.stream("a cat", { min_length: 4, max_length: 8 }, { signal: abort.signal });
+    await steps.next();
+    abort.abort();
+    await assert.rejects(steps.next(), { name: "AbortError" });
+  }
+  const method = engine.decoder ? "generate" : "embed";
+  const last = engine[method](["a cat"]).next();
+  await Promise.all([engine.close(), engine[Symbol.asyncDispose]()]);
+  await last.catch((error) => assert.match(error.message, /the engine is closed/));
+  await assert.rejects(engine[method](["a cat"]).next(), { name: "UsageError", message: /the engine is closed/ });
 }
 
 test("texts have the ids of Python", { skip: NONE }, async (context) => {

@@ -4,8 +4,8 @@ import { tmpdir } from "node:os";
 import { join } from "node:path";
 import test from "node:test";
 
-import { Bundle, DEFAULTS, generationOptions, InputError, uniforms, UsageError } from "../index.js";
-import { single } from "../rows.js";
+import { Bundle, DEFAULTS, Engine, generationOptions, InputError, uniforms, UsageError } from "../node.js";
+import { single, Vector } from "../rows.js";
 import { Best, logSumExp } from "../decoding/logits.js";
 import { translate } from "../tokenizer/pattern.js";
 import { weights } from "../decoding/sampling.js";
@@ -77,19 +77,101 @@ test("tokens that tie with the last one admitted are admitted", () => {
   assert.equal(cut({ typical_p: 0.1 }).filter(Boolean).length, 2);
 });
 
-test("what is no bundle, or another one than was exported, is refused", async () => {
+const FILES = { "tokenizer.json": { sha256: "0".repeat(64), size: 2 } };
+const GRAPH = { file: "e.onnx", inputs: [], outputs: [] };
+const MANIFEST = {
+  format: 9,
+  architecture: "encoder-only",
+  model: { vocabulary_size: 9, max_positions: 8, d_model: 4 },
+  generation: {},
+  variants: { portable: { name: "portable", precision: "float32", providers: ["cpu"], opset: 20, graphs: { encoder: GRAPH } } },
+  files: FILES,
+  versions: {},
+};
+
+async function folderWith(files) {
   const folder = await mkdtemp(join(tmpdir(), "bundle"));
-  await assert.rejects(Bundle.open(folder), /manifest.json cannot be read/);
-  await writeFile(join(folder, "manifest.json"), "{");
-  await assert.rejects(Bundle.open(folder), /is not JSON/);
-  await writeFile(join(folder, "manifest.json"), '{"format": 7}');
-  await assert.rejects(Bundle.open(folder), /has bundle format 7/);
-  const files = { "tokenizer.json": { sha256: "0".repeat(64), size: 2 }, "../x": { sha256: "", size: 0 } };
-  await writeFile(join(folder, "manifest.json"), JSON.stringify({ format: 9, files }));
-  await writeFile(join(folder, "tokenizer.json"), "{}");
-  await assert.rejects(Bundle.open(folder), /tokenizer.json is not the file that was exported/);
-  const bundle = new Bundle({}, { files });
+  for (const [name, content] of Object.entries(files)) await writeFile(join(folder, name), content);
+  return folder;
+}
+
+test("what is no bundle, or another one than was exported, is refused", async () => {
+  const found = { "manifest.json": JSON.stringify(MANIFEST), "tokenizer.json": "{}" };
+  await assert.rejects(Bundle.open(await folderWith({})), /manifest.json cannot be read/);
+  await assert.rejects(Bundle.open(await folderWith({ "manifest.json": "{" })), /is not JSON/);
+  await assert.rejects(Bundle.open(await folderWith({ "manifest.json": '{"format": 7}' })), /has bundle format 7/);
+  await assert.rejects(Bundle.open(await folderWith(found)), /tokenizer.json is not the file that was exported/);
+  await assert.rejects(Bundle.open(await folderWith({ ...found, "tokenizer.json": "{   }" })), /more than 2 bytes/);
+  const bundle = new Bundle({}, { files: FILES });
   await assert.rejects(bundle.read("../x"), /does not list/);
+});
+
+// A field, a value that it must not have, and what the error names.
+const WRONG = [
+  ...["architecture", "model", "generation", "variants", "files", "versions"].flatMap((name) => [
+    [[name], undefined, name],
+    [[name], null, name],
+    [[name], 3, name],
+    [[name], [], name],
+  ]),
+  [["architecture"], "decoder", "architecture"],
+  [["variants"], {}, "variants"],
+  [["variants", "a/b"], {}, "plain names in variants"],
+  [["files", "../x"], FILES["tokenizer.json"], "plain names in files"],
+  [["files", "x"], { sha256: "0", size: 1 }, "files.x.sha256"],
+  [["files", "tokenizer.json", "size"], -1, "size"],
+  [["model", "max_positions"], 1e9, "model: expected 1 to"],
+  [["model", "vocabulary_size"], "9", "vocabulary_size"],
+  [["generation", "beam"], 0, "generation: beam"],
+  [["generation", "beams"], 2, "did you mean beam?"],
+  [["head"], { task: "draw" }, "head.task"],
+  [["head"], { task: "embed", default_prompt: "q" }, "no prompt"],
+  [["variants", "portable", "opset"], 0.5, "variants.portable.opset"],
+  [["variants", "portable", "graphs", "encoder"], null, "graphs.encoder"],
+  [["variants", "portable", "graphs", "encoder", "inputs"], [{ name: "a", role: "b", type: "int64", shape: [] }], "inputs[0].role"],
+  [["variants", "portable", "graphs", "encoder", "inputs"], [{ name: "a", role: "past", type: "int64", shape: [0] }], "shape[0]"],
+];
+
+test("a manifest of another form is refused by its field", async () => {
+  for (const [path, value, named] of WRONG) {
+    const manifest = structuredClone(MANIFEST);
+    const owner = path.slice(0, -1).reduce((each, name) => each[name], manifest);
+    owner[path.at(-1)] = value;
+    const folder = await folderWith({ "manifest.json": JSON.stringify(manifest), "tokenizer.json": "{}" });
+    await assert.rejects(Bundle.open(folder), (error) => {
+      assert.ok(error instanceof InputError, `${path}: ${error}`);
+      assert.ok(error.message.includes(named), `${path} = ${JSON.stringify(value)}: ${error.message}`);
+      return true;
+    });
+  }
+  for (const text of ['{"format": 9, "format": 9}', "[".repeat(1e5), "null", "[]"]) {
+    await assert.rejects(Bundle.open(await folderWith({ "manifest.json": text })), InputError, text.slice(0, 30));
+  }
+});
+
+test("graphs of another form are refused when they are chosen", () => {
+  const spec = (role, type = "int64", shape = ["batch", "source"]) => ({ name: role, role, type, shape });
+  for (const [graphs, message] of [
+    [{}, /no graph encoder/],
+    [{ encoder: GRAPH }, /lacks inputs source/],
+    [{ encoder: { ...GRAPH, inputs: [spec("source"), spec("source_mask"), spec("past")] } }, /past of role past/],
+    [{ encoder: { ...GRAPH, inputs: [spec("source", "int64", []), spec("source_mask")] } }, /source has 0 dimensions/],
+  ]) {
+    const bundle = new Bundle({}, { ...MANIFEST, variants: { portable: { graphs } } });
+    assert.throws(() => bundle.variant("portable"), message);
+  }
+});
+
+test("options that do not exist are refused with the nearest one", async () => {
+  await assert.rejects(Engine.load("x", { varient: "portable" }), /did you mean variant\?/);
+  await assert.rejects(Bundle.open("x", { Tokenizer: {} }), /did you mean tokenizer\?/);
+  await assert.rejects(Engine.load("x", { device: "cpu", ort: {} }), /device has no effect with ort/);
+  await assert.rejects(Engine.load(await folderWith({}), { signal: AbortSignal.abort() }), { name: "AbortError" });
+  assert.throws(() => generationOptions({ beams: 4 }), /did you mean beam\?/);
+});
+
+test("a vector is a list in JSON", () => {
+  assert.equal(JSON.stringify({ vector: Vector.from([0.1, 1e-45]) }), '{"vector":[0.1,1e-45]}');
 });
 
 test("a tokenizer of a kind that is not known needs one that is passed", () => {

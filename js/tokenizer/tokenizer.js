@@ -4,6 +4,7 @@
 // unlimited), encode(text), encodeTarget(text) for targets, decode(ids), and perhaps
 // decodePartial(ids) and places(text).
 
+import { check } from "../document.js";
 import { InputError, UsageError } from "../errors.js";
 import { BytePairTokenizer } from "./byte_pair.js";
 import { HuggingFaceTokenizer } from "./hugging_face/tokenizer.js";
@@ -52,15 +53,31 @@ export function tokenizerFiles(settings) {
  * @param {{encode(text: string): number[], decode(ids: number[]): string}} [other] replaces it
  */
 export function openTokenizer(settings, contents, other) {
+  check(settings, "TokenizerSettings", "tokenizer.json");
   const special = new SpecialTokens(settings.special);
   if (other) return new OtherTokenizer(settings, special, other);
   const [Tokenizer, names] = kindOf(settings);
+  if (Tokenizer === BytePairTokenizer && !(settings.pattern && settings.first_ordinary_id >= 0)) {
+    throw new InputError("tokenizer.json: there is no pattern or no first_ordinary_id; export the bundle again");
+  }
   const files = names.map((name) => contents[name]);
   try {
-    return new Tokenizer(settings, files, special);
+    const made = new Tokenizer(settings, files, special);
+    made.decode(tried(made));
+    return made;
   } catch (error) {
     if (!(error instanceof TypeError || error instanceof SyntaxError || error instanceof RangeError)) throw error;
     throw new InputError(`${names.join(" or ")} cannot be read (${error.message}); export the bundle again`);
+  }
+}
+
+/** Returns ids of a text, so that a part of another form fails at once; none if it has no ids. */
+function tried(tokenizer) {
+  try {
+    return tokenizer.encode("A b1");
+  } catch (error) {
+    if (!(error instanceof InputError)) throw error;
+    return [];
   }
 }
 

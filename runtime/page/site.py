@@ -124,9 +124,9 @@ def write_site(
 
 
 def package_scripts() -> list[Path]:
-    """Returns the modules of the package in js/."""
+    """Returns the modules of the package in js/ that browsers load."""
     rooms = (path for room in ROOMS for path in (SCRIPTS / room).rglob("*.js"))
-    return sorted([*SCRIPTS.glob("*.js"), *rooms])
+    return sorted({*SCRIPTS.glob("*.js"), *rooms} - {SCRIPTS / "node.js"})
 
 
 def require_new(out: Path, *, force: bool) -> None:

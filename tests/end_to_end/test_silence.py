@@ -38,8 +38,9 @@ from transferry import Engine
 assert answer.error is None
 """
 NODE = """
-import { loadOnnxRuntime } from "JS/ort/graph.js";
-const ort = await loadOnnxRuntime();
+import "JS/node.js";
+import { loadOnnxRuntime } from "JS/devices.js";
+const { ort } = await loadOnnxRuntime();
 await ort.InferenceSession.create("GRAPH");
 """
 

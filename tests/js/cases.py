@@ -244,5 +244,9 @@ def seal(folder: Path, vocabulary: int) -> None:
         }
         for path in folder.iterdir()
     }
-    manifest = {"format": 9, "model": {"vocabulary_size": vocabulary}, "files": files}
+    model = {"vocabulary_size": vocabulary, "max_positions": 512, "d_model": 8}
+    computing = {"precision": "float32", "providers": ["cpu"], "opset": 20, "graphs": {}}
+    manifest = {"format": 9, "architecture": "encoder-only", "model": model, "generation": {}}
+    manifest |= {"variants": {"portable": {"name": "portable", **computing}}}
+    manifest |= {"files": files, "versions": {}}
     (folder / "manifest.json").write_text(json.dumps(manifest))

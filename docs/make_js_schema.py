@@ -1,0 +1,59 @@
+"""Writes js/schema.js, the types of a bundle's documents as Python declares them: `make docs`."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from transferry.runtime.bundle.manifest import FORMAT, Manifest, ModelLimits
+from transferry.runtime.bundle.specs import GRAPHS
+from transferry.runtime.io.documents import MOST_JSON
+from transferry.runtime.tokenizer.special_tokens import SpecialTokens
+
+PAGE = Path(__file__).parent.parent / "js" / "schema.js"
+Id = Annotated[int, Meta(ge=0, le=1 << 28)]
+
+
+class TokenizerSettings(msgspec.Struct):
+    """Fields of tokenizer.json: those of every kind, then those of byte-pair ranks."""
+
+    special: SpecialTokens
+    kind: str = "tiktoken"
+    vocabulary_size: Id | None = None
+    pattern: Annotated[str, Meta(max_length=10_000)] = ""
+    first_ordinary_id: Id | None = None
+    kept_ranks: list[Id] | None = None
+
+
+def _plain(schema: Any, inside: str = "") -> Any:
+    """Returns a schema without descriptions; ids of special tokens are at least 0, as in Python."""
+    if isinstance(schema, list):
+        return [_plain(each, inside) for each in schema]
+    if not isinstance(schema, dict):
+        return schema.replace(r"\Z", "$") if isinstance(schema, str) else schema
+    named = {"title", "description"} if "type" in schema else set()
+    made = {key: _plain(each, inside) for key, each in schema.items() if key not in named}
+    if inside == "SpecialTokens" and made.get("type") == "integer":
+        made |= {"minimum": 0}
+    return made
+
+
+def page() -> str:
+    """Returns the module."""
+    kinds = (Manifest, ModelLimits, TokenizerSettings)
+    _, found = msgspec.json.schema_components(kinds, ref_template="{name}")
+    schemas = {name: _plain(schema, name) for name, schema in found.items()}
+    constants = {
+        "FORMAT": FORMAT,
+        "MOST_JSON": MOST_JSON,
+        "GRAPHS": GRAPHS,
+        "SCHEMAS": schemas,
+    }
+    lines = [f"export const {name} = {json.dumps(each)};" for name, each in constants.items()]
+    return "\n".join(["// Generated from the classes of runtime/: make docs", *lines, ""])
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
