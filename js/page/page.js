@@ -2,7 +2,7 @@
 
 const at = (id) => document.getElementById(id);
 
-const site = await (await fetch("site.json")).json();
+const site = await (await required("site.json")).json();
 const worker = new Worker("worker.js", { type: "module" });
 let running = false;
 
@@ -27,9 +27,23 @@ function show(status, busy = running) {
 
 const megabytes = (bytes) => (bytes / 1e6).toFixed(1);
 
-worker.onerror = () => {
-  at("status").textContent = "The model cannot be loaded in this browser.";
-};
+/** Fetches a file of the site; ends with its name where it is missing. */
+async function required(name, options) {
+  const response = await fetch(name, options).catch((error) => ({ status: error.message }));
+  if (response.ok) return response;
+  at("progress").hidden = true;
+  at("status").textContent = `${name} cannot be loaded (${response.status}): copy the whole site again`;
+  throw new Error(at("status").textContent);
+}
+
+/** Names the file that is missing; browsers do not tell which module or WASM it was. */
+async function cannotLoad(message) {
+  at("progress").hidden = true;
+  at("status").textContent = message;
+  for (const name of site.files) await required(name, { method: "HEAD" });
+}
+
+worker.onerror = ({ message }) => cannotLoad(`The model cannot be loaded: ${message ?? "a module is missing"}`);
 worker.onmessage = ({ data }) => {
   if (data.read !== undefined) {
     at("progress").value = data.read / data.all;
@@ -40,13 +54,21 @@ worker.onmessage = ({ data }) => {
     show(`Ready, computing with ${data.ready}`, false);
   }
   if (data.text !== undefined) at("output").textContent = data.text;
+  if (data.lines) at("output").replaceChildren(...data.lines.flatMap(drawn));
   if (data.done) show(data.done, false);
-  if (data.failed) {
-    at("progress").hidden = true;
-    show(data.failed, false);
-    at("go").disabled = data.fatal ?? false;
-  }
+  if (data.failed && data.fatal) cannotLoad(data.failed);
+  else if (data.failed) show(data.failed, false);
 };
+
+/** Returns a line of an answer, after a bar where it has a share. */
+function drawn([text, share], place, { length }) {
+  const line = place < length - 1 ? `${text}\n` : text;
+  if (!(share >= 0 && share <= 1)) return [line];
+  const bar = document.createElement("meter");
+  bar.value = share;
+  bar.ariaHidden = "true"; // the line has the number
+  return [bar, line];
+}
 
 function run(event) {
   event?.preventDefault();

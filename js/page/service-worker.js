@@ -1,6 +1,8 @@
 // Keeps every file of the site, so that it works without a network after the first load.
 
-const CACHE = "transferry-VERSION";
+// Pages of one origin have caches of their own.
+const SCOPE = `transferry ${self.registration.scope} `;
+const CACHE = `${SCOPE}VERSION`;
 const FILES = ["FILES"];
 // Of onnxruntime-web, for browsers with WebGPU.
 const GPU_FILES = ["GPU_FILES"];
@@ -20,14 +22,19 @@ self.addEventListener("install", (event) => {
 
 self.addEventListener("activate", (event) => {
   const clean = async () => {
-    const scope = "transferry-";
     for (const name of await caches.keys()) {
-      if (name.startsWith(scope) && name !== CACHE) await caches.delete(name);
+      if (name !== CACHE && (name.startsWith(SCOPE) || (await isOfEarlierPages(name)))) await caches.delete(name);
     }
     await self.clients.claim();
   };
   event.waitUntil(clean());
 });
+
+/** Whether a cache holds this page as versions before these names kept it. */
+async function isOfEarlierPages(name) {
+  if (!/^transferry-[0-9a-f]{16}$/.test(name)) return false;
+  return (await (await caches.open(name)).match(new URL("site.json", self.registration.scope))) !== undefined;
+}
 
 self.addEventListener("fetch", (event) => {
   if (event.request.method !== "GET") return;

@@ -1,6 +1,6 @@
 // The model, away from the page so that it stays responsive.
 
-import { Engine } from "./transferry/index.js";
+import { Engine } from "./transferry/engine.js";
 import { single } from "./transferry/rows.js";
 
 const site = await (await fetch("site.json")).json();
@@ -33,49 +33,110 @@ async function load() {
   return [await open("wasm"), "wasm"];
 }
 
+/** Answers a text, and says what of it was not read. */
 async function answer(text) {
   const [model] = await engine;
   const begun = performance.now();
-  const seconds = () => `${((performance.now() - begun) / 1000).toFixed(1)} s`;
-  if (site.method === "generate") {
-    const steps = model.stream(text, site.generation, { longRows: "truncate" });
-    let step;
-    let tokens = 0;
-    while (!(step = await steps.next()).done) {
-      say({ text: step.value.text });
-      tokens += 1;
-      // Lets a message from the page in.
-      await new Promise((resolve) => setTimeout(resolve));
-      if (stopped) return say({ done: `Stopped after ${tokens} tokens` });
-    }
-    const { error, text: found, target_tokens: count } = step.value;
-    if (error) return say({ failed: error.message });
-    return say({ text: found, done: `${count} tokens in ${seconds()}` });
-  }
-  for await (const record of model[site.method]([text], { longRows: "truncate", ...site.options })) {
-    if (record.error) return say({ failed: record.error.message });
-    say({ text: shown(record), done: seconds() });
-  }
+  const notes = await (site.method === "generate" ? generate(model, text) : answerLines(model, text));
+  if (notes) say({ done: [`${((performance.now() - begun) / 1000).toFixed(1)} s`, ...notes].join(". ") });
 }
 
-/** Returns a record as text for people. */
+/** Lets a message from the page in; returns whether it stops the answer. */
+async function isStopped() {
+  await new Promise((resolve) => setTimeout(resolve));
+  return stopped;
+}
+
+/** Generates; a text that is too long for the model is answered sentence by sentence. */
+async function generate(model, text) {
+  const { tokenizer } = model.bundle;
+  const isLong = (line) => tokenizer.special.wrap(tokenizer.encode(line)).length > model.positions;
+  const splits = model.decoder.hasEncoder && text.split(/\r\n?|\n/).some(isLong);
+  let [before, tokens, cut, ended] = ["", 0, 0, 0];
+  for (const [part, blank] of splits ? sentences(text) : [[text, ""]]) {
+    const steps = model.stream(part, site.generation, { longRows: splits ? "truncate" : "error" });
+    let step;
+    while (!(step = await steps.next()).done) {
+      say({ text: before + step.value.text });
+      if (await isStopped()) return ["Stopped"];
+    }
+    const { error, text: found, target_tokens: count, truncated, finish_reason: reason } = step.value;
+    if (error) return void say({ failed: error.message });
+    before += found + blank;
+    tokens += count;
+    cut += Number(truncated ?? false);
+    ended += Number(reason === "length");
+    say({ text: before });
+  }
+  const notes = [`${tokens} tokens`];
+  if (splits) notes.push("Answered sentence by sentence, since it has more tokens than the model reads at once");
+  if (cut) notes.push(`${cut} of the sentences cut to ${model.positions} tokens`);
+  if (ended) notes.push("The answer ends at the limit on its tokens");
+  return notes;
+}
+
+/** Returns the sentences of a text, each with the blanks after it. */
+function sentences(text) {
+  const segments = Intl.Segmenter
+    ? Array.from(new Intl.Segmenter(undefined, { granularity: "sentence" }).segment(text), ({ segment }) => segment)
+    : text.split(/(?<=\n)/);
+  return segments.filter((each) => each.trim()).map((each) => [each.trim(), /\s*$/.exec(each)[0]]);
+}
+
+/** Answers each line as a text of its own; the first is compared with the others where a task does so. */
+async function answerLines(model, text) {
+  const lines = text.split(/\r\n?|\n/).filter((line) => line.trim());
+  const [first, ...others] = lines;
+  const { template = [] } = model.bundle.manifest.head ?? {};
+  const joins = template.length > 0 || model.bundle.tokenizer.special.joinsPairs;
+  const ranks = site.method === "rank" && joins && others.length > 0;
+  const method = site.method === "rank" && !ranks ? "classify" : site.method;
+  const compares = ranks || (method === "embed" && others.length > 0);
+  const rows = ranks ? others.map((other) => [first, other]) : lines.length ? lines : [text];
+  const records = [];
+  for await (const record of model[method](rows, { longRows: "truncate", ...site.options })) {
+    records.push(record);
+    if (await isStopped()) return ["Stopped"];
+    if (compares) continue;
+    if (rows.length === 1 && record.error) return void say({ failed: record.error.message });
+    say({ lines: records.flatMap((each, row) => [...(rows.length > 1 ? [[`${row ? "\n" : ""}${rows[row]}`]] : []), ...shown(each)]) });
+  }
+  if (compares) {
+    const scores = ranks ? records.map(({ score }) => score) : likenesses(records);
+    const best = others.map((other, row) => [scores[row], other]).filter(([score]) => score !== undefined);
+    say({ lines: best.sort(([one], [two]) => two - one).map(([score, other]) => [`${score.toFixed(4)}  ${other}`, score]) });
+  }
+  const count = (kind) => records.filter((record) => record[kind]).length;
+  const notes = rows.length > 1 ? [`${rows.length} texts`] : [];
+  if (count("truncated")) notes.push(`${count("truncated")} of ${rows.length} cut to the tokens that the model reads`);
+  if (count("error")) notes.push(`${count("error")} without an answer`);
+  return notes;
+}
+
+/** Returns the cosines of the first vector with the others; undefined without one. */
+function likenesses([{ vector: query }, ...others]) {
+  const dot = (one, other) => one.reduce((sum, value, place) => sum + value * other[place], 0);
+  const length = (vector) => Math.sqrt(dot(vector, vector)) || 1;
+  return others.map(({ vector }) => vector && query && dot(query, vector) / length(query) / length(vector));
+}
+
+/** Returns a record as lines for people, some with a share that is drawn as a bar. */
 function shown(record) {
-  if (record.vector) return Array.from(record.vector, single).join(" ");
-  if (record.scores) return [record.label, ...record.scores.map(labelled)].join("\n");
-  if (record.tags) return record.tags.map(labelled).join("\n") || "No entity";
-  const masks = record.masks.map((candidates, place) =>
-    [`Mask ${place + 1}`, ...candidates.map(candidate)].join("\n"),
-  );
-  return [record.text, ...masks].join("\n\n");
+  if (record.error) return [[record.error.message]];
+  if (record.vector) return [[Array.from(record.vector, single).join(" ")]];
+  if (record.scores) return [[record.label], ...record.scores.map(labelled)];
+  if (record.tags) return record.tags.length ? record.tags.map(labelled) : [["No entity"]];
+  const masks = record.masks.flatMap((candidates, place) => [["\nMask " + (place + 1)], ...candidates.map(candidate)]);
+  return [[record.text], ...masks];
 }
 
 /** Returns a label with its score, and the text that it is of. */
 function labelled({ label, score, text }) {
-  return [score, label, text].filter((each) => each !== undefined).join("  ");
+  return [[score, label, text].filter((each) => each !== undefined).join("  "), score];
 }
 
 function candidate({ text, log_probability: logProbability }) {
-  return `${Math.exp(logProbability)}  ${text}`;
+  return [`${Math.exp(logProbability)}  ${text}`, Math.exp(logProbability)];
 }
 
 const fail = (fatal) => (error) => say({ failed: error.message, fatal });

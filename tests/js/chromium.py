@@ -110,6 +110,11 @@ class Chromium:
         found: str = self.evaluate("document.getElementById('output').textContent")
         return found
 
+    def status(self) -> str:
+        """Returns the status line of the page."""
+        found: str = self.evaluate("document.getElementById('status').textContent")
+        return found
+
     def close(self) -> None:
         """Ends the browser."""
         self._process.terminate()

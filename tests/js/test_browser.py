@@ -61,8 +61,100 @@ def test_the_page_fills_masks(
         assert found.startswith(f"{wanted.text}\n\nMask 1\n")
         assert len(found.rstrip("\n").split("\n")) == 1 + 2 * (2 + 5)
         browser.answer("none")
-        status = browser.evaluate("document.getElementById('status').textContent")
-        assert status == "there is no [MASK] to fill in"
+        assert browser.status() == "there is no [MASK] to fill in"
+        several = browser.answer("a [MASK]\n\nnone\n[MASK] b")
+        assert [several.count(each) for each in ("Mask 1", "Mask 2", "no [MASK] to fill in")] == [
+            2,
+            0,
+            1,
+        ]
+        assert browser.status().endswith("3 texts. 1 without an answer")
+        assert browser.evaluate("document.querySelectorAll('meter').length") == 10
+    assert browser.errors == []
+
+
+def test_a_long_text_is_answered_by_sentence(
+    tmp_path: Path, bundle_folder: Path, writer_bundle_folder: Path, browser: Chromium
+) -> None:
+    write_site(bundle_folder, tmp_path / "site", webgpu=False)
+    write_site(writer_bundle_folder, tmp_path / "writer", webgpu=False)
+    with Engine.load(bundle_folder, variant="portable") as engine:
+        sentences = ["The cat sees a dog."] * (engine.bundle.manifest.model["max_positions"] // 6)
+        wanted, cut = engine.generate([sentences[0], "b" * 3000], long_rows="truncate")
+    with served(tmp_path) as url:
+        browser.open(f"{url}site/")
+        assert browser.answer(" ".join(sentences)) == " ".join([wanted.text] * len(sentences))
+        assert "Answered sentence by sentence" in browser.status()
+        assert "cut to" not in browser.status()
+        assert browser.answer("b" * 3000) == cut.text
+        assert "1 of the sentences cut to" in browser.status()
+        browser.open(f"{url}writer/")
+        assert browser.answer("the cat " * 1500) == ""
+        assert "shorten or split the text" in browser.status()
+    assert browser.errors == []
+
+
+def test_texts_are_ranked_and_compared(
+    tmp_path: Path, ranker_bundle_folder: Path, reader_bundle_folder: Path, browser: Chromium
+) -> None:
+    query, *others = "anna", "a cat", "one two three", "the dog"
+    write_site(ranker_bundle_folder, tmp_path / "ranker", webgpu=False)
+    with Engine.load(ranker_bundle_folder, variant="portable") as engine:
+        found = list(engine.rank([(query, other) for other in others]))
+    wanted = sorted(zip(found, others, strict=True), key=lambda each: -each[0].score)
+    with served(tmp_path) as url:
+        browser.open(f"{url}ranker/")
+        lines = browser.answer("\n".join([query, *others])).split("\n")
+        assert [line.split("  ")[1] for line in lines] == [other for _, other in wanted]
+        for line, (result, _) in zip(lines, wanted, strict=True):
+            assert abs(float(line.split("  ")[0]) - result.score) < 1e-3
+        assert len(browser.answer(query).split("\n")) == 2
+
+
+def test_a_missing_file_is_named(tmp_path: Path, bundle_folder: Path, browser: Chromium) -> None:
+    names = ["site.json", "transferry/engine.js", "transferry/ort/graph.js", "bundle/manifest.json"]
+    names += ["onnxruntime/ort.wasm.min.mjs", "onnxruntime/ort-wasm-simd-threaded.wasm"]
+    for number, name in enumerate(names):
+        site = tmp_path / str(number)
+        write_site(bundle_folder, site, webgpu=False)
+        (site / name).unlink()
+        with served(site) as url:
+            browser.call("Page.navigate", url=url)
+            browser.until(f"document.getElementById('status')?.textContent.includes({name!r})")
+            assert browser.evaluate("document.getElementById('go').disabled")
+    browser.errors.clear()
+
+
+def test_pages_of_one_origin_keep_their_copies_and_drop_their_old_ones(
+    tmp_path: Path, bundle_folder: Path, browser: Chromium
+) -> None:
+    active = "navigator.serviceWorker.ready.then(({ active }) => active.state === 'activated')"
+    keys = "caches.keys().then((all) => all.filter((each) => each.includes(location.origin)))"
+    first, second = tmp_path / "first", tmp_path / "second"
+    for site in (first, second):
+        write_site(bundle_folder, site, title="a", webgpu=False)
+    with served(tmp_path) as url:
+        # As a version before kept the first page, and another project's page of the same name.
+        browser.open(f"{url}second/")
+        for name, page in (("0" * 16, "first"), ("1" * 16, "other")):
+            kept = f"cache.put('{url}{page}/site.json', new Response(''))"
+            browser.evaluate(f"caches.open('transferry-{name}').then((cache) => {kept})")
+        browser.until(active)
+        browser.open(f"{url}first/")
+        browser.until(active)
+        before = browser.evaluate(keys)
+        assert len(before) == 2
+        assert browser.evaluate("caches.has('transferry-' + '0'.repeat(16))") is False
+        assert browser.evaluate("caches.has('transferry-' + '1'.repeat(16))") is True
+        write_site(bundle_folder, first, title="b", webgpu=False, force=True)
+        browser.open(f"{url}first/")
+        browser.until(
+            f"{keys}.then((names) => names.length === 2 && names.join() !== {','.join(before)!r})"
+        )
+        browser.open(f"{url}first/")
+        assert browser.evaluate("document.title") == "b"
+    browser.open(f"{url}second/")
+    assert browser.evaluate("document.title") == "a"
     assert browser.errors == []
 
 

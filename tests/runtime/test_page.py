@@ -73,7 +73,7 @@ def test_a_changed_file_is_a_new_version(
     def version(title: str) -> str:
         write_site(bundle_folder, tmp_path / "site", title=title, runtime=runtime, force=True)
         found = re.search(
-            "transferry-([0-9a-f]{16})", (tmp_path / "site/service-worker.js").read_text()
+            r"SCOPE\}([0-9a-f]{16})", (tmp_path / "site/service-worker.js").read_text()
         )
         assert found is not None
         return found[1]

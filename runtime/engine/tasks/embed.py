@@ -142,7 +142,7 @@ class Embed(Task):
     answer = "vector"
     formats: tuple[OutputFormat, ...] = ("npy", "parquet", "jsonl", "openai")
     default_format = "text"  # not among `formats`: the output of a job must name its format
-    page = Page("Embed")
+    page = Page("Compare", "Sentence, then others on lines of their own")
 
     def __init__(self, engine: OpenBundle, options: EmbedOptions, layout: Layout) -> None:
         super().__init__(engine, options, layout)

@@ -17,7 +17,7 @@ from transferry.runtime.engine.tasks.heads import (
     probabilities,
     written,
 )
-from transferry.runtime.engine.tasks.task import columns
+from transferry.runtime.engine.tasks.task import Page, columns
 from transferry.runtime.errors import UsageError
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ class Rank(HeadTask):
     options = PairOptions
     columns = columns(score="float")
     answer = "score"
+    page = Page("Rank", "Query, then documents on lines of their own", "A question")
 
     @classmethod
     def fits(cls, bundle: Bundle) -> bool:
