@@ -29,6 +29,9 @@ from transferry.runtime.tokenizer.byte_pair import (
 CHECKOUT = Path(__file__).resolve().parent.parent
 
 
+# `make test-all` sets it.
+THOROUGH = os.environ.get("OPTIONAL") == "required"
+
 # The short profile tries the same examples each time, so that a red suite is the change's fault; a
 # slow machine is no fault in either. `make fuzz` tries EXAMPLES of each test.
 UNTIMED: dict[str, Any] = dict(
@@ -87,9 +90,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skips a test whose optional packages are absent; with OPTIONAL=required it fails."""
+    if item.get_closest_marker("thorough") and not THOROUGH:
+        pytest.skip("a cheaper test looks at the same code; `make test-all` runs this one")
     for marker in item.iter_markers("optional"):
         if absent := [name for name in marker.args if not is_installed(name)]:
-            end = pytest.fail if os.environ.get("OPTIONAL") == "required" else pytest.skip
+            end = pytest.fail if THOROUGH else pytest.skip
             end(f"{' and '.join(absent)} absent; `make test-all` installs it")
 
 

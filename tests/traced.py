@@ -3,13 +3,16 @@
 import copy
 import hashlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import onnx_ir as ir
 import torch
 from torch import nn
 
+from transferry.export.bundle import export_bundle
 from transferry.export.trace.graph import Graph, Traces, export_graph, trace_key
+from transferry.export.verify import verify_against
 from transferry.runtime.bundle.specs import GraphSpec
 
 Once = Callable[[str, Callable[[Path], object]], Path]
@@ -44,3 +47,6 @@ class SharedTraces(Traces):
 
 
 TRACES = SharedTraces()
+
+exported = partial(export_bundle, traces=TRACES)
+verify = partial(verify_against, traces=TRACES)

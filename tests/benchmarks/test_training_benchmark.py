@@ -51,6 +51,7 @@ def test_every_side_learns(corpus: tuple[Path, Path], tmp_path: Path) -> None:
         assert trainer.progress.tokens - seen >= tokens, name
 
 
+@pytest.mark.thorough
 def test_it_ends_in_a_line_of_json(
     corpus: tuple[Path, Path],
     monkeypatch: pytest.MonkeyPatch,

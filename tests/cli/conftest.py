@@ -5,6 +5,11 @@ from pathlib import Path
 import pytest
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _shared_traces(traces: None) -> None:
+    """Exports and verifications of these tests share `TRACES`."""
+
+
 @pytest.fixture(scope="session")
 def lines(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Twelve sentences, a line each."""

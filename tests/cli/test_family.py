@@ -12,8 +12,6 @@ import pytest
 from tests.commands import call, done
 from transferry.build_model.train.corpus import builtin_pairs
 
-pytestmark = pytest.mark.usefixtures("traces")
-
 SIZES = ["--d-model=16", "--heads=2", "--d-ff=16", "--max-positions=24", "--batch-tokens=96"]
 STEPS = ["--max-steps=2", "--warmup-steps=1", "--vocabulary-size=300", "--device=cpu"]
 

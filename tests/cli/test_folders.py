@@ -27,8 +27,6 @@ base_model: gpt2
 # A model
 """
 
-pytestmark = pytest.mark.usefixtures("traces")
-
 
 @pytest.fixture(scope="module")
 def downloaded(tmp_path_factory: pytest.TempPathFactory) -> Path:

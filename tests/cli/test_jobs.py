@@ -36,7 +36,10 @@ def many_lines(bundle_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return path
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.thorough), signal.SIGKILL],
+)
 def test_a_job_that_is_stopped_is_resumed(
     bundle_folder: Path, many_lines: Path, tmp_path: Path, number: signal.Signals
 ) -> None:

@@ -10,8 +10,6 @@ import pytest
 
 from tests.commands import call
 
-pytestmark = pytest.mark.usefixtures("traces")
-
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

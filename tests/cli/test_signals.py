@@ -15,8 +15,6 @@ from tests.commands import call
 from transferry.cli import main
 from transferry.runtime.errors import install_command
 
-pytestmark = pytest.mark.usefixtures("traces")
-
 
 def start(*arguments: str | Path) -> subprocess.Popen[bytes]:
     """Starts a command whose standard input stays open."""
@@ -51,7 +49,9 @@ def interrupt(
     return stderr.decode()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.thorough), signal.SIGTERM]
+)
 class TestSignals:
     def test_an_interrupted_run_leaves_nothing(
         self, bundle_folder: Path, tmp_path: Path, number: signal.Signals

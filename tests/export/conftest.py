@@ -15,9 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tests.conftest import Once, make_run
+from tests.conftest import THOROUGH, Once, make_run
 from tests.sealed import records
-from tests.traced import TRACES
+from tests.traced import TRACES, verify
+from tests.traced import exported as exported
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint, load_samples
 from transferry.build_model.model.config import ModelConfig
 from transferry.build_model.model.transformer import Transformer
@@ -32,7 +33,7 @@ from transferry.export.rewrite.calibration import Calibration, Histogram, Linear
 from transferry.export.rewrite.kv_scales import KVRanges, fold_kv_scales
 from transferry.export.trace.graph import Graph, export_graph
 from transferry.export.trace.store import write_graphs
-from transferry.export.verify import Request, verify_against
+from transferry.export.verify import Request
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.manifest import Manifest
 from transferry.runtime.bundle.specs import GraphSpec, TensorSpec
@@ -110,9 +111,6 @@ def graphs_of(
     return make(model, RECIPES[name], TRACES, calibration)
 
 
-exported = partial(export_bundle, traces=TRACES)
-
-
 def opened(bundle: Bundle, name: str | None = None) -> ServedModel:
     """A variant, by default the first, in onnxruntime on the CPU."""
     return open_model(bundle, bundle.variant(name), SessionOptions())
@@ -127,7 +125,7 @@ def verified(
 ) -> ParityReport:
     """The full proof of a variant, by default the first."""
     request = Request(texts, **settings)
-    return verify_against(checkpoint, bundle, opened(bundle, name), request, traces=TRACES)
+    return verify(checkpoint, bundle, opened(bundle, name), request)
 
 
 def require_torchs_answers(
@@ -244,8 +242,8 @@ def calm_recurrent(recurrent: Checkpoint) -> Checkpoint:
 
 @pytest.fixture(scope="session")
 def recurrent_variants(recurrent: Checkpoint, texts: list[str], once: Once) -> Bundle:
-    """The bundle of `recurrent` with variants in floats."""
-    names = "cpu-fp32", "cuda-fp16"
+    """The bundle of `recurrent` with `cpu-fp32`; in float16 in a run of all tests."""
+    names = ("cpu-fp32", "cuda-fp16")[: 1 + THOROUGH]
     make = partial(export_screened, recurrent, names=names, texts=texts, one_graph=1)
     return Bundle.load(once("ssru-variants", make))
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from tests.conftest import THOROUGH
 from tests.export.conftest import exported, opened, unproven
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.build_model.train.corpus import builtin_pairs
@@ -86,6 +87,8 @@ def subject(architecture: str, request: pytest.FixtureRequest) -> Subject:
         calm = "calm_" if name in ("cpu-int8", "cpu-int4") else ""
         named = f"{calm}recurrent_variants", f"{calm}recurrent"
         bundle, checkpoint = map(request.getfixturevalue, named)
+        if name == "cuda-fp16" and not THOROUGH:
+            pytest.skip("its ten graphs are traced for this alone: `make test-all` does")
     elif name in ("cpu-int8", "cpu-int4"):
         bundle, checkpoint = map(request.getfixturevalue, ("all_variants", "calm"))
     else:

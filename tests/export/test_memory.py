@@ -46,6 +46,7 @@ print(json.dumps({"weights": weights, "more": peak - memory("VmRSS")}))
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_peak_is_little_more_than_the_weights(reader_run_folder: Path, tmp_path: Path) -> None:
     """Beyond Python and its packages. Where torch and the session both hold the weights: above 2.

@@ -102,7 +102,10 @@ def test_padding_behind_the_target_changes_nothing() -> None:
 
 
 @pytest.mark.usefixtures("screened")
-@pytest.mark.parametrize("variant", VARIANTS[:3])  # test_conformance.py has int4
+@pytest.mark.parametrize(
+    "variant",  # test_conformance.py has int4
+    ["portable", "cpu-fp32", pytest.param("cpu-int8", marks=pytest.mark.thorough)],
+)
 def test_every_variant_is_torchs_model(
     request: pytest.FixtureRequest, texts: list[str], variant: str
 ) -> None:

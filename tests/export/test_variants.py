@@ -151,6 +151,7 @@ def test_half_precision_answers_nearly_alike(tmp_path: Path) -> None:
     assert [item.tensor for item in compare_cases(oracle, served, cases) if item.fault]
 
 
+@pytest.mark.thorough
 def test_of_a_large_model_export_tells_a_loss_and_verify_judges(
     checkpoint: Checkpoint, texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

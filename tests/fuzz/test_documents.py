@@ -235,8 +235,19 @@ def huge(path: Path) -> None:
     os.truncate(path, 1 << 32)  # sparse
 
 
-@pytest.mark.parametrize("change", [pipe, endless, folder, huge, Path.unlink])
-@pytest.mark.parametrize("name", [name for name in READ if name not in ("rows.jsonl", "1.jsonl")])
+NO_FILES = [pipe, endless, folder, huge, Path.unlink]
+REPLACED = [name for name in READ if name not in ("rows.jsonl", "1.jsonl")]
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        # A reader serves several files: by default each file meets two or three of the changes.
+        pytest.param(name, change, marks=pytest.mark.thorough if (row + column) % 2 else ())
+        for row, name in enumerate(REPLACED)
+        for column, change in enumerate(NO_FILES)
+    ],
+)
 def test_something_else_than_a_file_is_refused(
     place: Place, name: str, change: Callable[[Path], None]
 ) -> None:

@@ -247,6 +247,7 @@ def test_one_layer_shares_the_weights_and_is_a_whole_model(name: str) -> None:
     assert model.config.encoder_layers + model.config.decoder_layers > 1
 
 
+@pytest.mark.thorough
 def test_of_a_large_model_the_evaluator_computes_one_layer(
     checkpoint: Checkpoint, bundle: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:

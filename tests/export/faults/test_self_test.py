@@ -56,6 +56,12 @@ def side(request: pytest.FixtureRequest) -> Side:
     return side_of(request, f"{request.param}run_folder", f"{request.param}bundle_folder", [])
 
 
+# A decoder alone breaks in the same places.
+without_writer = pytest.mark.parametrize(
+    "side", ["", "reader_"], ids=["both", "reader"], indirect=True
+)
+
+
 def blunt(factor: float = 8.0) -> Tolerance:
     return Tolerance(factor=factor, most=math.inf)
 
@@ -98,6 +104,7 @@ def test_every_fault_that_changes_an_answer_is_caught(side: Side) -> None:
     assert found["a dimension frozen while tracing"].caught_by == "running"
 
 
+@without_writer
 def test_gate_with_a_blunt_tolerance_is_found_out(
     side: Side, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,6 +130,7 @@ def test_gate_with_a_blunt_tolerance_is_found_out(
     assert not found[kinds[0]].passed, "a blunt default hides nothing"
 
 
+@without_writer
 def test_gate_without_cases_still_has_the_searches(
     side: Side, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,6 +145,7 @@ def test_gate_without_cases_still_has_the_searches(
     assert (missed.changes_answer, missed.caught_by) == (True, "text" if alone else "")
 
 
+@without_writer
 def test_guard_that_lets_the_cpu_pass_for_cuda_is_found_out(
     side: Side, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,7 +193,10 @@ def test_weights_of_half_precision_are_rounded_further(
     assert planted.caught_by == "encoder"
 
 
-@pytest.fixture(scope="module", params=["cpu-fp32", "cpu-int8", "cpu-int4"])
+@pytest.fixture(
+    scope="module",
+    params=["cpu-fp32", "cpu-int8", pytest.param("cpu-int4", marks=pytest.mark.thorough)],
+)
 def variant_gate(
     request: pytest.FixtureRequest, calm: Checkpoint, texts: list[str], all_variants: Bundle
 ) -> tuple[Gate[BundleSubject], Path]:

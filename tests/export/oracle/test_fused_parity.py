@@ -18,7 +18,10 @@ from transferry.runtime.errors import UsageError
 pytestmark = pytest.mark.usefixtures("screened")
 
 
-@pytest.mark.parametrize("name", ["cpu-fp32", "cpu-int8", "cpu-int4"])
+THOROUGH = pytest.mark.thorough
+
+
+@pytest.mark.parametrize("name", ["cpu-fp32", "cpu-int8", pytest.param("cpu-int4", marks=THOROUGH)])
 def test_true_variant_passes(
     calm: Checkpoint, all_variants: Bundle, texts: list[str], name: str
 ) -> None:
@@ -78,7 +81,10 @@ def edit(copy: BundleCopy, weight: str, change: Change) -> None:
                 value.const_value = ir.Tensor(change(value.const_value.numpy().copy()), name=name)
 
 
-@pytest.mark.parametrize(("name", "first"), [("portable", 63), ("cpu-fp32", 64), ("cpu-fp32", 255)])
+@pytest.mark.parametrize(
+    ("name", "first"),
+    [("portable", 63), pytest.param("cpu-fp32", 64, marks=THOROUGH), ("cpu-fp32", 255)],
+)
 def test_rows_of_the_largest_batch_are_verified(
     calm: Checkpoint,
     all_variants: Bundle,

@@ -85,7 +85,10 @@ def test_other_weights_than_the_runs_are_refused(
     assert not (tmp_path / "bundle").exists()
 
 
-@pytest.mark.parametrize("fixture", ["writer_run_folder", "reader_run_folder"])
+@pytest.mark.parametrize(
+    "fixture",
+    [pytest.param("writer_run_folder", marks=pytest.mark.thorough), "reader_run_folder"],
+)
 def test_every_architecture_has_it(
     fixture: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:

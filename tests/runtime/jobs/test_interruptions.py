@@ -43,7 +43,10 @@ def finish_as_if_never_stopped(source: Path) -> Summary:
     return summary
 
 
-@pytest.mark.parametrize(("name", "every"), [("jsonl", 1), ("csv.gz", 1), ("parquet", 9)])
+@pytest.mark.parametrize(
+    ("name", "every"),
+    [("jsonl", 1), pytest.param("csv.gz", 1, marks=pytest.mark.thorough), ("parquet", 9)],
+)
 def test_a_job_that_is_killed_at_any_step(source: Path, name: str, every: int) -> None:
     if name == "parquet":
         pytest.importorskip("pyarrow", reason="pyarrow is an optional extra")

@@ -17,14 +17,15 @@ from tests.build_model.importing.huggingface.drawn import LONGEST, SEEDS, TYPES,
 from tests.build_model.importing.huggingface.encoder_types import ENCODERS, LIKE_OTHERS
 from tests.build_model.importing.huggingface.heads import TEXTS, Theirs, write
 from tests.commands import call, done
+from tests.traced import exported, verify
 from transferry.build_model.checkpoint import load_checkpoint
 from transferry.build_model.importing.huggingface.encoder_only import FAMILIES
 from transferry.build_model.importing.huggingface.folder import Settings
 from transferry.build_model.importing.huggingface.importer import import_pretrained
-from transferry.export.bundle import Contents, export_bundle
+from transferry.export.bundle import Contents
 from transferry.export.checks.claims import manifest_claims, recorded_claim
 from transferry.export.oracle.oracle import Oracle
-from transferry.export.verify import Request, verify_against
+from transferry.export.verify import Request
 from transferry.runtime.bundle.manifest import Manifest
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.tasks.classify import classify
@@ -146,7 +147,7 @@ def test_labels_through_bundle_and_engine_are_theirs(
     theirs = Theirs(kind, 0, folder, "ForSequenceClassification", **PROBLEMS[problem], **more)
     import_pretrained(folder, run)
     checkpoint = load_checkpoint(run)
-    export_bundle(checkpoint, bundle, Contents(texts=TEXTS[:3], variants=["cpu-fp32"]))
+    exported(checkpoint, bundle, Contents(texts=TEXTS[:3], variants=["cpu-fp32"]))
     limits: dict[str, Any] = {"truncation": "longest_first", "max_length": LONGEST}
     if kind == "roberta":
         limits["max_length"] -= 2  # positions of padding
@@ -184,7 +185,7 @@ def test_labels_through_bundle_and_engine_are_theirs(
                 rank(engine, PAIRS)
         if kind == "bart" or variant == "portable":  # which export has verified, as the others
             continue
-        report = verify_against(checkpoint, engine.bundle, engine.model, Request(TEXTS))
+        report = verify(checkpoint, engine.bundle, engine.model, Request(TEXTS))
         assert report.passed, report_text(report)
         manifest = engine.bundle.manifest
         assert manifest.head is not None
@@ -210,7 +211,7 @@ def test_tags_are_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     theirs = Theirs("distilbert", 0, folder, "ForTokenClassification", **PROBLEMS["softmax"])
     import_pretrained(folder, run)
     checkpoint = load_checkpoint(run)
-    export_bundle(checkpoint, bundle, Contents(texts=TEXTS[:3], variants=["cpu-fp32"]))
+    exported(checkpoint, bundle, Contents(texts=TEXTS[:3], variants=["cpu-fp32"]))
     engine = Engine.load(bundle)
     assert checkpoint.head is not None
     *short, long = tag(engine, [*TEXTS, "mat " * 99], long_rows="truncate")
@@ -224,11 +225,11 @@ def test_tags_are_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         found = np.array([each.score for each in row.tags])
         assert np.abs(found - scores.max(dim=-1).values.numpy()).max() < 1e-5
     assert long.truncated and len(long.tags) == LONGEST - 2
-    report = verify_against(checkpoint, engine.bundle, engine.model, Request(TEXTS))
+    report = verify(checkpoint, engine.bundle, engine.model, Request(TEXTS))
     assert report.passed and report.decisions[0].search == "tag"
     # As of a tokenizer that tells no places: tags cannot be served, and the head is judged.
     monkeypatch.setattr(HuggingFaceTokenizer, "places", AnyTokenizer.places)
-    report = verify_against(checkpoint, engine.bundle, engine.model, Request(TEXTS))
+    report = verify(checkpoint, engine.bundle, engine.model, Request(TEXTS))
     assert report.passed and report.decisions[0].search == "tag"
     with pytest.raises(UsageError, match="no head for task classify; its tasks: embed, tag"):
         classify(engine, ["a"])
@@ -248,7 +249,7 @@ def test_jobs_with_heads(
     folder, run, bundle = tmp_path / "theirs", tmp_path / "run", tmp_path / "bundle"
     Theirs("bert", 0, folder, suffix, **PROBLEMS[problem])
     import_pretrained(folder, run)
-    export_bundle(load_checkpoint(run), bundle, Contents(texts=TEXTS[:3]))
+    exported(load_checkpoint(run), bundle, Contents(texts=TEXTS[:3]))
     rows, out = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
     pairs = [*PAIRS[:2], ("a", " "), ("a", 7), ("b", None)]
     records = [{"text": first, "other": second} for first, second in pairs]

@@ -348,7 +348,6 @@ def test_an_imported_run_has_no_training(kind: str, made: Makes) -> None:
     assert "was imported, so it has no training to continue" in result.stderr
 
 
-@pytest.mark.usefixtures("traces")
 @pytest.mark.parametrize("kind", KINDS)
 def test_from_their_folder_to_answers(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

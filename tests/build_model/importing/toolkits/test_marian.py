@@ -448,7 +448,6 @@ def test_positions_are_those_of_the_sources(width: int) -> None:
     assert table[39, width // 2 - 1] == pytest.approx(math.sin(39 / 10000), rel=1e-5)
 
 
-@pytest.mark.usefixtures("traces")
 def test_from_their_folder_to_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transferry.export.oracle.effort.RECORDED_LENGTH", 6)
     # The time that export takes grows with the layers.

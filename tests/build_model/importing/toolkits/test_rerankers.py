@@ -19,9 +19,10 @@ from tests.build_model.importing.huggingface.drawn import (
 )
 from tests.build_model.importing.huggingface.heads import write
 from tests.commands import call
+from tests.traced import exported
 from transferry.build_model.checkpoint import load_checkpoint
 from transferry.build_model.importing.huggingface.importer import import_pretrained
-from transferry.export.bundle import Contents, export_bundle
+from transferry.export.bundle import Contents
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.tasks.classify import classify
 from transferry.runtime.engine.tasks.rank import rank
@@ -144,7 +145,7 @@ def test_logits_of_two_tokens_score_a_pair(tmp_path: Path) -> None:
         wanted.append(yes - no)
     require_scores(run, wanted)
     contents = Contents(texts=["the cat", "on"], variants=["portable"])
-    export_bundle(load_checkpoint(run), bundle, contents)
+    exported(load_checkpoint(run), bundle, contents)
     engine = Engine.load(bundle)
     rows = list(rank(engine, [*PAIRS, ("the cat", " ")]))
     for row, logit in zip(rows, wanted, strict=False):

@@ -17,11 +17,12 @@ from tests.build_model.importing.huggingface.drawn import SEEDS, TYPES
 from tests.build_model.importing.huggingface.heads import EXPORTED, T5_KINDS, TEXTS, Theirs, write
 from tests.build_model.importing.huggingface.test_classifiers import PAIRS, PROBLEMS
 from tests.commands import done
+from tests.traced import exported, verify
 from transferry.build_model.checkpoint import load_checkpoint
 from transferry.build_model.importing.huggingface.encoder_only import FAMILIES
 from transferry.build_model.importing.huggingface.importer import import_pretrained
-from transferry.export.bundle import Contents, export_bundle
-from transferry.export.verify import Request, verify_against
+from transferry.export.bundle import Contents
+from transferry.export.verify import Request
 from transferry.runtime.bundle.head import HeadSettings
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.tasks.embed import embed
@@ -130,7 +131,7 @@ def test_vectors_are_those_of_sentence_transformers(kind: str, seed: int, tmp_pa
         return
     bundle = tmp_path / "bundle"
     checkpoint = load_checkpoint(run)
-    export_bundle(checkpoint, bundle, Contents(texts=TEXTS[:3], variants=["cpu-fp32"]))
+    exported(checkpoint, bundle, Contents(texts=TEXTS[:3], variants=["cpu-fp32"]))
     for variant in ("portable", "cpu-fp32"):
         engine = Engine.load(bundle, variant=variant)
         answers = list(embed(engine, TEXTS))
@@ -161,7 +162,7 @@ def test_vectors_are_those_of_sentence_transformers(kind: str, seed: int, tmp_pa
         assert np.array_equal(np.load(out)[0], asked.vector)
         (long,) = embed(engine, TEXTS[3:], long_rows="error")
         assert long.error is not None
-    assert verify_against(checkpoint, engine.bundle, engine.model, Request(TEXTS[:2])).passed
+    assert verify(checkpoint, engine.bundle, engine.model, Request(TEXTS[:2])).passed
 
 
 def test_a_transformer_in_a_folder_of_its_own(tmp_path: Path) -> None:
@@ -258,7 +259,7 @@ def test_cross_encoders_of_sentence_transformers(tmp_path: Path) -> None:
     reading = {"transformer_task": "sequence-classification", "max_seq_length": 20}
     write(folder / "sentence_bert_config.json", reading)
     import_pretrained(folder, run)
-    export_bundle(load_checkpoint(run), bundle, Contents(texts=TEXTS[:3]))
+    exported(load_checkpoint(run), bundle, Contents(texts=TEXTS[:3]))
     ranked = list(rank(Engine.load(bundle), PAIRS))
     assert [row.truncated for row in ranked] == [False, False, True, True]
     for row, pair in zip(ranked, PAIRS, strict=True):

@@ -15,14 +15,15 @@ import torch
 
 from tests.build_model.importing.huggingface.heads import TEXTS, Theirs, write
 from tests.commands import call
+from tests.traced import exported, verify
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint
 from transferry.build_model.importing.huggingface.importer import import_pretrained
-from transferry.export.bundle import Contents, export_bundle
+from transferry.export.bundle import Contents
 from transferry.export.checks.check import prove
 from transferry.export.checks.files import written
 from transferry.export.checks.tasks import ServedTasks
 from transferry.export.oracle.oracle import Oracle
-from transferry.export.verify import Request, verify_against
+from transferry.export.verify import Request
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.tasks import embed
 from transferry.runtime.engine.tasks.embed import SparseResult
@@ -100,7 +101,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     sparse_folder(root / "theirs", {"pooling_strategy": "max", "activation_function": "relu"})
     import_pretrained(root / "theirs", root / "run")
     checkpoint = load_checkpoint(root / "run")
-    export_bundle(checkpoint, root / "bundle", Contents(texts=TEXTS[:3], variants=["cpu-fp32"]))
+    exported(checkpoint, root / "bundle", Contents(texts=TEXTS[:3], variants=["cpu-fp32"]))
     return Made(theirs, checkpoint, root / "bundle")
 
 
@@ -128,7 +129,7 @@ def test_sparse_vectors_are_theirs(variant: str, made: Made) -> None:
 
 def test_batches_are_verified_and_faults_seen(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     with Engine.load(made.bundle) as engine:
-        report = verify_against(made.checkpoint, engine.bundle, engine.model, Request(SEVERAL[2:5]))
+        report = verify(made.checkpoint, engine.bundle, engine.model, Request(SEVERAL[2:5]))
         assert report.passed, report_text(report)
         assert "embed" in report.settings["tasks"]
         assert written(engine, TEXTS).problem == ""

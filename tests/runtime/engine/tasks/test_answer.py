@@ -17,14 +17,15 @@ import torch
 from tests.build_model.importing.huggingface.drawn import LONGEST
 from tests.build_model.importing.huggingface.heads import TEXTS, Theirs
 from tests.commands import call, done
+from tests.traced import exported, verify
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint
 from transferry.build_model.importing.huggingface.importer import import_pretrained
-from transferry.export.bundle import Contents, export_bundle
+from transferry.export.bundle import Contents
 from transferry.export.checks.check import prove
 from transferry.export.checks.files import written
 from transferry.export.checks.tasks import ServedTasks
 from transferry.export.oracle.oracle import Oracle
-from transferry.export.verify import Request, verify_against
+from transferry.export.verify import Request
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.tasks import answer as task
 from transferry.runtime.engine.tasks.answer import Answer, AnsweredResult, Span
@@ -61,7 +62,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     theirs = Theirs("bert", 0, root / "theirs", "ForQuestionAnswering")
     import_pretrained(root / "theirs", root / "run")
     checkpoint = load_checkpoint(root / "run")
-    export_bundle(checkpoint, root / "bundle", Contents(texts=TEXTS[:3], variants=["cpu-fp32"]))
+    exported(checkpoint, root / "bundle", Contents(texts=TEXTS[:3], variants=["cpu-fp32"]))
     return Made(theirs, checkpoint, root / "bundle")
 
 
@@ -174,7 +175,7 @@ def test_batches_are_verified_and_faults_seen(made: Made, monkeypatch: pytest.Mo
             (task, "parts", lambda *given, **named: honest_parts(*given, **named)[:1]),
             (task._Call, "_best", lambda *given: tuple(map(surer, honest_best(*given)))),
         )
-        report = verify_against(made.checkpoint, engine.bundle, engine.model, Request(TEXTS))
+        report = verify(made.checkpoint, engine.bundle, engine.model, Request(TEXTS))
         assert report.passed, report_text(report)
         assert [item.search for item in report.decisions] == ["answer"]
         assert "answer" in report.settings["tasks"]

@@ -286,7 +286,6 @@ def test_the_clock_is_refused(tmp_path: Path) -> None:
         ours.encode_chat(CHATS[0])
 
 
-@pytest.mark.usefixtures("traces")
 def test_a_folder_is_imported_exported_and_answers_chats(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,7 +78,6 @@ def test_each_side_has_its_ids(larger: str, tmp_path: Path) -> None:
     assert 0 not in ours.encode_target(TEXTS[3])
 
 
-@pytest.mark.usefixtures("traces")
 @torch.inference_mode()
 def test_answers_and_scores_are_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transferry.export.oracle.effort.RECORDED_LENGTH", 4)
