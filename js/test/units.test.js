@@ -28,15 +28,37 @@ test("a float32 has the shortest text that gives it back", () => {
 });
 
 test("a pattern of Rust splits as in Rust", () => {
-  const split = (pattern, text) => text.match(translate(pattern));
+  const split = (pattern, text) => Array.from(text.matchAll(translate(pattern)), ([word]) => word);
   assert.deepEqual(split("'(?i:[sdmt]|ll)|\\s++$|\\s+|[^\\s']++", "it'S 'ſ'LL\u0085 "), [
     ..."it|'S| |'ſ|'LL|\u0085 ".split("|"),
   ]);
   assert.deepEqual(split("a++a|a", "aaa"), ["a", "a", "a"]); // possessive: gives nothing back
   assert.deepEqual(split("\\s|\\S", "\ufeff"), ["\ufeff"]);
-  assert.equal("\ufeff".match(translate("\\s")), null); // white space in JavaScript alone
+  assert.deepEqual(split("\\s", "\ufeff"), []); // white space in JavaScript alone
   for (const refused of ["a\\1", "(?<n>a)", "\\bx", "[a&&b]", "(?i:ü)"]) {
     assert.throws(() => translate(refused), InputError, refused);
+  }
+});
+
+test("a pattern takes time by its size and that of the text", () => {
+  const begun = performance.now();
+  const runs = ["(a+)+b", "(a|a)*b", "a*a*a*a*a*b", "(?:a(?=a*b))*", "(?:(?>a|aa)+)+b", "((a{1,9}){1,9}){1,9}b", "(?:a?){99}a{99}b", "a++b", "(?:(?=a++)a)+b"];
+  for (const pattern of runs) Array.from("a".repeat(3000).matchAll(translate(pattern)));
+  assert.ok(performance.now() - begun < 10_000);
+  for (const pattern of ["a".repeat(2e6), "(".repeat(9000), "((a{99}){99}){99}", "a{9,1}", "*a"]) {
+    assert.throws(() => translate(pattern), (error) => error instanceof InputError || error instanceof RangeError);
+  }
+});
+
+test("a pattern finds the matches of RegExp", () => {
+  const patterns = ["a*?b", "(?<=a)b+|a", "(?<!a)b", "(?:ab?)*", "a{2,3}?|b", "(?=ab)a|b", "(a|ab)(c|bcd)*", "^a|b$", "[^b]{0,2}", "(?:a*)*b?", "[ab]+?$", "(?<=b[ac]*)d", "(?:[ab]{2}|c)+(?!d)", "[^d]+(?<!c)"];
+  const letters = (code) => Array.from({ length: 7 }, (_, place) => "abcd"[(code >> (2 * place)) & 3]).join("");
+  for (const pattern of patterns) {
+    for (let code = 0; code < 4 ** 7; code += 7) {
+      const text = letters(code);
+      const found = (expression) => Array.from(text.matchAll(expression), (match) => [match.index, match[0]]);
+      assert.deepEqual(found(translate(pattern)), found(new RegExp(pattern, "gu")), `${pattern} in ${text}`);
+    }
   }
 });
 

@@ -1,11 +1,14 @@
-// The pattern that splits text into words, as an expression of JavaScript.
+// The pattern that splits text into words, parsed for matcher.js.
 //
 // The pattern is one of Rust's fancy-regex, or of Oniguruma (in Ruby's syntax) in a tokenizer.json.
-// Three things differ in JavaScript: there are no possessive quantifiers and atomic groups, which
-// become a lookahead and a back reference; flags of a part, (?i:...), are newer than the browsers in
-// use, so both cases are spelled out; and \s, \w, \d, "." and scripts are written otherwise.
+// Sets of characters become those of JavaScript, where \s, \w, \d, "." and scripts are written
+// otherwise, and flags of a part, (?i:...), are newer than the browsers in use: both cases are spelled
+// out.
 
 import { InputError } from "../errors.js";
+import { Matcher } from "./matcher.js";
+
+const LONGEST = 10_000;
 
 const CLASSES = {
   s: "\\p{White_Space}",
@@ -21,21 +24,29 @@ const NUMBERS = "\\p{N}";
 const LIGATURES = /ss|ff|fi|fl|st/i;
 const SYNTAX = /[\\^$.*+?()[\]{}|/-]/;
 
+// Assertions at a place of a text, in fancy-regex and in each line of Ruby.
+const ASSERTIONS = {
+  "^": [(text, place) => place === 0, (text, place) => place === 0 || (text[place - 1] === "\n" && place < text.length)],
+  $: [(text, place) => place === text.length, (text, place) => place === text.length || text[place] === "\n"],
+};
+
 /**
- * Translates a pattern.
+ * Reads a pattern.
  *
  * @param {string} pattern as in tokenizer.json
  * @param {"fancy-regex" | "oniguruma"} [engine] whose syntax it is
- * @returns {RegExp} with flags g and u
- * @throws {InputError} for a construct that has no translation here
+ * @returns {Matcher} for `text.matchAll`
+ * @throws {InputError} for a construct that is not read here, and for a pattern that is too large
  */
 export function translate(pattern, engine = "fancy-regex") {
-  const translator = new Translator([...pattern], engine === "oniguruma");
-  const source = translator.alternatives(false);
+  const translator = new Translator([...pattern.slice(0, LONGEST + 1)], engine === "oniguruma");
+  if (pattern.length > LONGEST) translator.refuse();
+  const node = translator.alternatives(false);
   if (translator.place < translator.characters.length) translator.refuse();
   try {
-    return new RegExp(source, "gu");
-  } catch {
+    return new Matcher(node);
+  } catch (error) {
+    if (!(error instanceof SyntaxError || error instanceof RangeError)) throw error;
     translator.place = 0;
     return translator.refuse();
   }
@@ -46,7 +57,6 @@ class Translator {
     this.characters = characters;
     this.ruby = ruby;
     this.place = 0;
-    this.groups = 0;
   }
 
   refuse() {
@@ -68,51 +78,48 @@ class Translator {
   }
 
   alternatives(folded) {
-    let result = "";
+    const any = [[]];
     while (this.place < this.characters.length && this.next !== ")") {
-      if (this.takes("|")) result += "|";
-      else result += this.quantified(folded);
+      if (this.takes("|")) any.push([]);
+      else any.at(-1).push(this.quantified(folded));
     }
-    return result;
+    return { any: any.map((all) => ({ all })) };
   }
 
   quantified(folded) {
-    const atom = this.atom(folded);
-    const rest = this.characters.slice(this.place).join("");
-    const [quantifier] = /^([*+?]|\{\d+(,\d*)?\})?/.exec(rest);
+    const node = this.atom(folded);
+    const [quantifier] = /^([*+?]|\{\d+(,\d*)?\})?/.exec(this.characters.slice(this.place, this.place + 24).join(""));
     this.place += quantifier.length;
-    if (!quantifier) return atom;
-    if (this.takes("?")) return `${atom}${quantifier}?`;
-    if (!this.takes("+")) return `${atom}${quantifier}`;
+    if (!quantifier) return node;
+    const [, least = quantifier === "+" ? "1" : "0", rest] = /^\{(\d+)(,\d*)?\}/.exec(quantifier) ?? [];
+    const most = { "*": Infinity, "+": Infinity, "?": 1 }[quantifier] ?? Number(rest ? rest.slice(1) || Infinity : least);
+    if (Number(least) > most) this.refuse();
+    const repeated = { node, least: Number(least), most, lazy: this.takes("?") };
+    if (repeated.lazy || !this.takes("+")) return repeated;
     // Ruby has no possessive {n,m}: the + after it repeats the repetition.
-    if (this.ruby && quantifier.startsWith("{")) return `(?:${atom}${quantifier})+`;
-    return this.atomic(`${atom}${quantifier}`);
-  }
-
-  /** Returns a group that matches a source without backtracking. */
-  atomic(source) {
-    this.groups += 1;
-    return `(?:(?=(?<p${this.groups}>${source}))\\k<p${this.groups}>)`;
+    if (this.ruby && quantifier.startsWith("{")) return { node: repeated, least: 1, most: Infinity };
+    return { atomic: repeated };
   }
 
   atom(folded) {
     if (this.takes("(")) return this.group(folded);
-    if (this.takes("[")) return this.set(folded);
-    if (this.takes(".")) return "[^\\n]";
-    // In Ruby, of each line.
-    if (this.takes("^")) return this.ruby ? "(?:^|(?<=\\n)(?=[^]))" : "^";
-    if (this.takes("$")) return this.ruby ? "(?![^\\n])" : "$";
+    if (this.takes("[")) return { set: this.set(folded) };
+    if (this.takes(".")) return { set: "[^\\n]" };
+    for (const [sign, kinds] of Object.entries(ASSERTIONS)) {
+      if (this.takes(sign)) return { assert: kinds[Number(this.ruby)] };
+    }
+    if ("*+?{".includes(this.next)) this.refuse();
     if (this.takes("\\")) {
       const [inSet, negated] = this.escape(folded);
-      return negated ? `[^${inSet}]` : `[${inSet}]`;
+      return { set: negated ? `[^${inSet}]` : `[${inSet}]` };
     }
-    return `[${this.literal(folded)}]`;
+    return { set: `[${this.literal(folded)}]` };
   }
 
   group(folded) {
     const begin = this.place;
-    const kinds = [["?:", "?:"], ["?i:", "?:"], ["?=", "?="], ["?!", "?!"], ["?<=", "?<="], ["?<!", "?<!"]];
-    const [kind, translated] = [...kinds, ["?>", ""], ["", "?:"]].find(([each]) => this.takes(each));
+    const kinds = ["?:", "?i:", "?=", "?!", "?<=", "?<!", "?>", ""];
+    const kind = kinds.find((each) => this.takes(each));
     if (this.next === "?") this.refuse();
     const inner = this.alternatives(folded || kind === "?i:");
     const own = this.characters.slice(begin, this.place).join("");
@@ -121,7 +128,9 @@ class Translator {
       this.place = begin;
       this.refuse();
     }
-    return kind === "?>" ? this.atomic(inner) : `(${translated}${inner})`;
+    if (kind === "?>") return { atomic: inner };
+    const looks = /^\?(<?)([=!])$/.exec(kind);
+    return looks ? { look: inner, behind: looks[1] === "<", negated: looks[2] === "!" } : inner;
   }
 
   set(folded) {
@@ -164,7 +173,7 @@ class Translator {
       return [CLASSES.w + (this.ruby ? NUMBERS : JOINERS), kind !== name];
     }
     if (kind === "p" || kind === "P") {
-      const rest = this.characters.slice(this.place).join("");
+      const rest = this.characters.slice(this.place, this.place + 80).join("");
       const [found, name] = /^\{([A-Za-z_=]+)\}/.exec(rest) ?? /^([A-Z])/.exec(rest) ?? this.refuse();
       const property = propertyOf(name) ?? this.refuse();
       this.place += found.length;
@@ -172,7 +181,7 @@ class Translator {
     }
     if ("nrtfv".includes(kind)) return [`\\${kind}`, false];
     if (kind === "x" || kind === "u") {
-      const rest = this.characters.slice(this.place).join("");
+      const rest = this.characters.slice(this.place, this.place + 12).join("");
       const size = kind === "x" ? 2 : 4;
       const match = /^\{([0-9A-Fa-f]+)\}/.exec(rest) ?? new RegExp(`^([0-9A-Fa-f]{${size}})`).exec(rest);
       if (!match) this.refuse();
