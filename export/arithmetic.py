@@ -26,6 +26,7 @@ FLOAT64 = 8  # bytes
 # By how many steps values are moved before they are rounded, or a function of the
 # values, their scale, and the least and the largest integer, that returns integers.
 Shift = float | Callable[[Tensor, Any, int, int], Tensor]
+ULP = 2.0**-23  # the largest relative distance of two neighbours in float32
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,25 @@ class Arithmetic(TorchFunctionMode):
         if self._keeps:
             self._kept[key] = weight
         return weight
+
+
+class Shaken(TorchFunctionMode):
+    """While entered, moves each input of a linear layer by up to one unit in the last place."""
+
+    def __init__(self, seed: int) -> None:
+        """Takes the seed of the moves."""
+        super().__init__()
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Computes a function of torch."""
+        if func is F.linear:
+            x, *others = args
+            moves = torch.rand(x.shape, generator=self._generator).mul_(2 * ULP).sub_(ULP)
+            args = (x + x * moves.to(x.device), *others)
+        return func(*args, **(kwargs or {}))
 
 
 def round_to(x: Tensor, scale: Tensor | float, shift: Shift, least: int, most: int) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from transferry.build_model.model.attention import KeyValues
 from transferry.build_model.model.transformer import Transformer
-from transferry.export.arithmetic import FLOAT64, KEPT, Arithmetic
+from transferry.export.arithmetic import FLOAT64, KEPT, Arithmetic, Shaken
 from transferry.runtime.decoding.decoder import StepOutput, Tensors, longer
 
 Ids = NDArray[np.int64]
@@ -69,6 +69,16 @@ class TorchDecoder:
             yield
         finally:
             self._arithmetic.shift, self._begun = before, None
+
+    @contextlib.contextmanager
+    def shaken(self, seed: int) -> Iterator[None]:
+        """While entered, rounds as another order of its sums might."""
+        self._begun = None
+        try:
+            with Shaken(seed):
+                yield
+        finally:
+            self._begun = None
 
     @torch.inference_mode()
     def start(self, source: Ids, mask: Mask) -> TorchState:

@@ -69,7 +69,7 @@ def _given_answers(
         target, _ = pad_sources([pairs[row][1][:-1] for row in batch], pad_id)
         name = f"text, rows {', '.join(map(str, batch[:3]))}{' ...' if len(batch) > 3 else ''}"
         case = Case(name, source, mask, target, 0, stage=TEXT)
-        sides, found = oracle.observe(case), observe(subject.model, case)
+        (sides, _), found = oracle.sides(case), observe(subject.model, case)
         compared = compare(
             case, oracle.judged(case, sides), found, oracle.tolerance, subject.tensors
         )

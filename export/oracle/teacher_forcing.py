@@ -122,8 +122,7 @@ class TeacherForcing:
 
     def choices(self, budget: float) -> TaskMetric:
         """Returns the share of positions at which the preferred token is as good as the best."""
-        share = self.equivalent / self.tokens
-        return TaskMetric(CHOICES, 1.0, share, 1.0 - share, budget)
+        return kept_share(CHOICES, self.equivalent, self.tokens, budget)
 
     def labels(self, budget: float) -> TaskMetric:
         """Returns the share of positions at which the preferred label is the best."""

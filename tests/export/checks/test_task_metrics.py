@@ -19,7 +19,7 @@ from transferry.export.checks.task_metrics import (
     translation,
     vector_metrics,
 )
-from transferry.export.oracle.teacher_forcing import kept_share
+from transferry.export.oracle.teacher_forcing import TeacherForcing, kept_share
 from transferry.export.recipes import RECIPES
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.manifest import MANIFEST
@@ -173,6 +173,10 @@ def test_a_share_of_few_may_be_lost_by_chance() -> None:
     assert [kept_share(LABELS, kept, 20, 0.05).passed for kept in (19, 18, 14)] == [True] * 2 + [
         False
     ]
+    for tokens, passed in ((10, True), (100, False)):
+        forcing = TeacherForcing()
+        forcing.tokens, forcing.equivalent = tokens, tokens * 9 // 10
+        assert forcing.choices(0.02).passed == passed
 
 
 def test_the_rank_correlation_is_spearmans() -> None:
