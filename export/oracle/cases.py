@@ -46,6 +46,9 @@ def sizes(config: ModelConfig, *, seed: int = 0) -> Iterator[Case]:
                     case = random_case(config, batch, source, past, seed=seed + number)
                     if source > 1:  # special ids are tokens like others: the mask tells padding
                         case.source[0, [0, -1]] = 0, config.source_vocabulary - 1
+                    if batch > 2:  # as of texts that differ in spaces or case alone
+                        for rows in (case.source, case.mask, case.target):
+                            rows[2] = rows[1]
                     yield case
 
 

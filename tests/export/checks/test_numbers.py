@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from transferry.export.checks.check import Findings, prove
-from transferry.export.checks.numbers import BLOCK, batch_sizes, positions
-from transferry.export.oracle.cases import random_case
+from transferry.export.checks.numbers import BLOCK, batch_sizes, compare_cases, positions
+from transferry.export.oracle.cases import random_case, sizes
 from transferry.export.oracle.oracle import SHAKES, Oracle
 from transferry.export.subject.subject import OpenedModel
 from transferry.runtime.bundle.bundle import Bundle
@@ -74,6 +74,26 @@ def test_one_wrong_size_of_a_batch_is_named(oracle: Oracle, bundle: Bundle, size
     assert wrong_tensors == (["logits"] if size else [])
     assert [case.name for case in found.failing] == ([f"batch of {size}"] if size else [])
     assert [len(case.source) for case in found.failing] == ([size] if size else [])
+
+
+class WrongForEqualRows(PortableDecoder):
+    """Gives scores that are 1 % too large where two sources are equal."""
+
+    def start(self, source: Any, mask: Any) -> Any:
+        alike = (source[1:] == source[:-1]).all(axis=1)
+        self.factor = np.float32(1.01 if alike.any() else 1.0)
+        return super().start(source, mask)
+
+    def step(self, tokens: Any, state: Any, **wanted: Any) -> Any:
+        output, later = super().step(tokens, state, **wanted)
+        return StepOutput(output.all_logits * self.factor), later
+
+
+def test_rows_are_equal_in_some_cases(oracle: Oracle, bundle: Bundle) -> None:
+    wrong = WrongForEqualRows(bundle, bundle.variant(), SessionOptions())
+    cases = [case for case in sizes(oracle.config) if case.source.shape == (7, 13)]
+    found = compare_cases(oracle, wrong, cases[:1])
+    assert [item.tensor for item in found if item.fault] == ["logits"]
 
 
 def limit_at(oracle: Oracle, case: Case, name: str, place: tuple[int, ...], shakes: int) -> float:
