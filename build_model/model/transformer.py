@@ -31,7 +31,7 @@ from transferry.build_model.model.norms import make_norm
 from transferry.build_model.model.recurrence import CellState
 from transferry.build_model.model.shape import TransformerConfig
 
-Stack = Literal["encoder", "decoder"]
+Stack = Literal["encoder", "decoder", "rereading"]
 
 
 class Transformer(Composed):
@@ -192,7 +192,7 @@ class Transformer(Composed):
         """Returns M for each layer of a stack.
 
         Args:
-            stack: "encoder" or "decoder".
+            stack: The stack.
             bias: M of padding and, in the decoder, of the future.
             places: Of its queries and keys.
         """

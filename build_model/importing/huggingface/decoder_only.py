@@ -112,6 +112,7 @@ def _llama_shape(config: Settings, names: set[str]) -> ModelConfig:
 def _mistral_shape(config: Settings, names: set[str]) -> ModelConfig:
     """Mistral (Jiang et al. 2023): Llama with or without a window in every layer."""
     config.only("layer_types", None)
+    config.values.setdefault("num_key_value_heads", 8)
     fields = rotary_fields(config, llama_fields(config, 4096 * 32))
     return ModelConfig(**fields, windows=windows(config, fields, 4096))
 
@@ -221,6 +222,7 @@ def _gemma_shape(config: Settings, names: set[str]) -> ModelConfig:
 
 def _smollm3_shape(config: Settings, names: set[str]) -> ModelConfig:
     """SmolLM 3 (Bakouch et al. 2025): every fourth layer does not turn queries and keys."""
+    config.values.setdefault("num_key_value_heads", 4)
     fields = llama_fields(config, 32768)
     fields = rotary_fields(config, fields, base=2_000_000.0)
     layers, every = fields["decoder_layers"], config.whole("no_rope_layer_interval", 4)
@@ -366,6 +368,7 @@ GPT_NEOX: Table = {
     "layers.#.mlp.dense_4h_to_h.*": "decoder.#.feed_forward.outer.*",
     "final_layer_norm.*": "decoder_norm.*",
     "embed_out.weight": "output.weight",
+    "lm_head.weight": "output.weight",
     # Masks, saved by older versions of transformers.
     "layers.#.attention.bias": BUFFER,
     "layers.#.attention.masked_bias": BUFFER,
@@ -409,9 +412,10 @@ def _opt_head(config: Settings) -> Classifier | None:
     found, width = scored(config), config.whole("word_embed_proj_dim", 0)
     if found is None or width in (0, config.whole("hidden_size")):
         return found
-    fields = {name: value * 2 for name, value in found.fields.items() if name != "pooling"}
-    fields |= {"pooling": ("last",), "head_widths": (width, *found.fields["head_widths"])}
-    table = {"project_out.*": "head.layers.0.linear.*", "score.*": "head.layers.1.linear.*"}
+    first = {"head_widths": width, "head_activations": "none", "head_biases": False}
+    fields = {**found.fields, **{name: (each, *found.fields[name]) for name, each in first.items()}}
+    table = dict.fromkeys(found.table, "head.layers.1.linear.*")
+    table["project_out.*"] = "head.layers.0.linear.*"
     return Classifier(fields, table, found.settings)
 
 
@@ -432,7 +436,8 @@ OPT: Table = {
     "lm_head.weight": "output.weight",
 }
 
-# Type, models, beginnings of its classes, shape, table and prefixes of the names of tensors.
+# Type, models, beginnings of its classes, shape, table and prefixes of the tensors' names, without
+# that of question answering.
 TYPES: list[tuple[str, str, str, Shape, Table, str]] = [
     ("gpt2", "GPT-2, DistilGPT-2", "GPT2", _gpt2_shape, GPT2, "transformer."),
     ("llama", "Llama 1 to 3.3, SmolLM 2, TinyLlama", "Llama", _llama_shape, LLAMA, "model."),
@@ -457,7 +462,7 @@ TYPES: list[tuple[str, str, str, Shape, Table, str]] = [
 COMPUTED = {"opt": _opt_norms, "olmo": olmo_norms}
 FAMILIES = {
     kind: Family(
-        *(models, shape, table, tuple(prefixes.split())),
+        *(models, shape, table, (*prefixes.split(), "transformer.")),
         classifier=_opt_head if kind == "opt" else scored,
         stems=stems,
         computes=COMPUTED.get(kind, lambda config: {}),

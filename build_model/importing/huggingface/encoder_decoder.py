@@ -307,24 +307,49 @@ def _marian_computes(config: ModelConfig) -> dict[str, Tensor]:
     return marian_positions(config) | _no_bias(config)
 
 
+# Of a text: the decoder's output at the last token.
+CLASSIFIER = classifier(
+    *("classification_head.dense", "classification_head.out_proj"),
+    width="d_model",
+    poolings={"last": {"pooling": ("last",)}},
+)
+_BART_IDS = {"pad_token_id": 1, "eos_token_id": 2, "forced_eos_token_id": 2}
+_M2M_IDS = {"pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
+_T5_IDS = {"pad_token_id": 0, "eos_token_id": 1}
 FAMILIES = {
-    "marian": Family("opus-mt", _marian_shape, MARIAN, ("model.",), _marian_computes),
+    "marian": Family(
+        *("opus-mt", _marian_shape, MARIAN, ("model.",), _marian_computes),
+        tokens={"eos_token_id": 0, "forced_eos_token_id": 0},
+    ),
     "pegasus": Family(
-        "PEGASUS", _pegasus_shape, PEGASUS, ("model.",), _marian_computes, reads_lines=True
+        *("PEGASUS", _pegasus_shape, PEGASUS, ("model.",), _marian_computes),
+        reads_lines=True,
+        tokens={**_T5_IDS, "decoder_start_token_id": 0, "forced_eos_token_id": 1},
     ),
     "bart": Family(
-        "BART",
-        *(_bart_shape, BART, ("model.",), _no_bias),
-        classifier=classifier(
-            *("classification_head.dense", "classification_head.out_proj"),
-            width="d_model",
-            poolings={"last": {"pooling": ("last",)}},
-        ),
+        *("BART", _bart_shape, BART, ("model.",), _no_bias, CLASSIFIER),
         reads_lines=True,
+        tokens={**_BART_IDS, "decoder_start_token_id": 2},
     ),
-    "mbart": Family("mBART, mBART-50", _mbart_shape, MBART, ("model.",), _no_bias),
-    "m2m_100": Family("M2M-100, NLLB-200", _m2m_shape, M2M, ("model.",), m2m_positions),
-    "t5": Family("T5, T5 1.1, Flan-T5, ByT5", _t5_shape, T5, (), stems="T5", reads_lines=True),
-    "mt5": Family("mT5", _t5_shape, T5, (), stems="MT5", reads_lines=True),
-    "umt5": Family("UMT5", _t5_shape, UMT5, (), stems="UMT5", reads_lines=True),
+    "mbart": Family(
+        *("mBART, mBART-50", _mbart_shape, MBART, ("model.",), _no_bias, CLASSIFIER),
+        tokens=_BART_IDS,
+    ),
+    "m2m_100": Family(
+        *("M2M-100, NLLB-200", _m2m_shape, M2M, ("model.",), m2m_positions), tokens=_M2M_IDS
+    ),
+    **{
+        kind: Family(
+            *(models, _t5_shape, table, ("transformer.",)),
+            classifier=CLASSIFIER,
+            stems=stems,
+            reads_lines=True,
+            tokens={**_T5_IDS, **begin},
+        )
+        for kind, models, table, stems, begin in (
+            ("t5", "T5, T5 1.1, Flan-T5, ByT5", T5, "T5", {}),
+            ("mt5", "mT5", T5, "MT5", {"decoder_start_token_id": 0}),
+            ("umt5", "UMT5", UMT5, "UMT5", {"decoder_start_token_id": 0}),
+        )
+    },
 }

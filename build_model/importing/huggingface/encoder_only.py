@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from transferry.build_model.importing.huggingface.encoders.deberta import (
     MASKED,
+    deberta_biases,
+    deberta_shape,
+    deberta_table,
     deberta_v2_shape,
     deberta_v2_table,
 )
@@ -33,6 +37,7 @@ from transferry.build_model.importing.huggingface.tables import (
     NoPlace,
     Table,
     after_padding,
+    every_layer,
     first_row_into,
     masked_fields,
     renamed,
@@ -40,6 +45,7 @@ from transferry.build_model.importing.huggingface.tables import (
 )
 from transferry.build_model.model.config import ModelConfig
 
+Fields = Callable[[Settings, dict[str, Any]], dict[str, Any]]
 BERT_HEAD = "cls.predictions.bias"
 
 
@@ -135,6 +141,12 @@ def _roberta_fields(config: Settings, names: set[str]) -> dict[str, Any]:
 def _roberta_shape(config: Settings, names: set[str], **own: Any) -> ModelConfig:
     """RoBERTa (Liu et al. 2019), XLM-R (Conneau et al. 2020) and those with fields of their own."""
     return ModelConfig(**_roberta_fields(config, names) | own)
+
+
+def _xlm_roberta_xl_shape(config: Settings, names: set[str]) -> ModelConfig:
+    """XLM-RoBERTa-XL (Goyal et al. 2021)."""
+    config.values.setdefault("layer_norm_eps", 1e-5)
+    return _roberta_shape(config, names, **PRE_NORM)
 
 
 ROBERTA: Table = {
@@ -237,22 +249,77 @@ ELECTRA: Table = {
 }
 
 
-def _deberta_v2_shape(config: Settings, names: set[str]) -> ModelConfig:
-    """DeBERTa-v2 and -v3 (He et al. 2021)."""
+def _deberta_shape(config: Settings, names: set[str], shape: Fields) -> ModelConfig:
+    """DeBERTa, -v2 and -v3 (He et al. 2021)."""
     head = any(name.endswith((BERT_HEAD, MASKED)) for name in names)
     config.values.setdefault("type_vocab_size", 0)
-    return ModelConfig(**deberta_v2_shape(config, _bert_fields(config, head=head)))
+    return ModelConfig(**shape(config, _bert_fields(config, head=head)))
+
+
+DEBERTA_V2 = deberta_v2_table(BERT)
+
+
+def _albert_shape(config: Settings, names: set[str]) -> ModelConfig:
+    """ALBERT (Lan et al. 2020): a narrow embedding, and layers that share their weights."""
+    for name in ("num_hidden_groups", "inner_group_num"):
+        config.only(name, 1)
+    config.values.setdefault("hidden_act", "gelu_new")
+    fields = _bert_fields(config, head="predictions.bias" in names)
+    return ModelConfig(
+        **fields, embedding_width=config.whole("embedding_size", 128), project_sum=True
+    )
+
+
+ALBERT: Table = {
+    **{name: place for name, place in BERT.items() if name.startswith("embeddings.")},
+    "encoder.embedding_hidden_mapping_in.*": "embedding_projection.*",
+    **{
+        f"encoder.albert_layer_groups.#.albert_layers.0.{theirs}.*": every_layer(
+            f"encoder.@.{ours}.*"
+        )
+        for theirs, ours in {
+            "attention.query": "self_attention.query",
+            "attention.key": "self_attention.key",
+            "attention.value": "self_attention.value",
+            "attention.dense": "self_attention.output",
+            "attention.LayerNorm": "self_residual.norm",
+            "ffn": "feed_forward.inner",
+            "ffn_output": "feed_forward.outer",
+            "full_layer_layer_norm": "feed_forward_residual.norm",
+        }.items()
+    },
+    "predictions.dense.*": "output_transform.linear.*",
+    "predictions.LayerNorm.*": "output_transform.norm.*",
+    "predictions.decoder.weight": "output.weight",
+    "predictions.decoder.bias": "output_bias",
+    "predictions.bias": "output_bias",
+    "sop_classifier.classifier.*": NoPlace("sentence order head"),
+    "pooler.*": NoPlace("pooler"),
+}
 
 
 # --- All types -----------------------------------------------------------------------------------
 
 PROJECTED = classifier("classifier.dense", "classifier.out_proj")
+DEBERTA_HEAD = classifier("pooler.dense", activation="gelu", setting="pooler_hidden_act")
 TYPES = "embeddings.token_type_embeddings.weight"
 FAMILIES = {
     "deberta-v2": Family(
         "DeBERTa-v2 and -v3",
-        *(_deberta_v2_shape, deberta_v2_table(BERT), ("deberta.",)),
-        classifier=classifier("pooler.dense", activation="gelu", setting="pooler_hidden_act"),
+        *(partial(_deberta_shape, shape=deberta_v2_shape), DEBERTA_V2, ("deberta.",)),
+        classifier=DEBERTA_HEAD,
+        segments=TYPES,
+    ),
+    "deberta": Family(
+        "DeBERTa",
+        *(partial(_deberta_shape, shape=deberta_shape), deberta_table(DEBERTA_V2), ("deberta.",)),
+        *(deberta_biases, DEBERTA_HEAD),
+        segments=TYPES,
+    ),
+    "albert": Family(
+        "ALBERT",
+        *(_albert_shape, ALBERT, ("albert.",)),
+        classifier=classifier("pooler"),
         segments=TYPES,
     ),
     "bert": Family(
@@ -287,8 +354,7 @@ FAMILIES = {
             ),
             (
                 *("xlm-roberta-xl", "XLM-RoBERTa-XL"),
-                *(partial(_roberta_shape, **PRE_NORM), XLM_ROBERTA_XL),
-                "roberta.",
+                *(_xlm_roberta_xl_shape, XLM_ROBERTA_XL, "roberta."),
             ),
         )
     },

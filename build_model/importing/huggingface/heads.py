@@ -148,26 +148,25 @@ def task_of(config: Settings) -> Literal["classify", "tag", "answer"] | None:
     """Returns the task of the model class that config.json names; None for another class."""
     if _class(config).endswith(OTHER_HEADS):
         config.refuse("architectures", _class(config), OTHERS)
-    if _class(config).endswith("ForQuestionAnswering"):
-        return "answer"
     purpose = PURPOSES.get(_end(_class(config)))
-    return purpose if purpose in ("classify", "tag") else None
+    return None if purpose == "generate" or purpose == "read" else purpose
 
 
 def scored(config: Settings) -> Classifier | None:
     """Head of a decoder: one linear layer, of a text on its last token (Ouyang et al. 2022)."""
     if (task := task_of(config)) is None:
         return None
-    labels, text = labels_of(config), task == "classify"
+    labels, text = SPAN if task == "answer" else labels_of(config), task == "classify"
     fields: dict[str, Any] = {
         "pooling": ("last",) if text else (),
         "head_widths": (len(labels),),
         "head_activations": ("none",),
         "head_biases": (not text,),
     }
-    names = ("score", "classifier")  # the second in GPT-2 and GPT-NeoX
-    table = {f"{name}.*": "head.layers.0.linear.*" for name in names[: 1 if text else 2]}
-    settings = HeadSettings("tag", labels, "softmax")
+    # GPT-2 and GPT-NeoX have the second name of a tagger.
+    names = {"classify": ["score"], "tag": ["score", "classifier"], "answer": ["qa_outputs"]}
+    table = {f"{name}.*": "head.layers.0.linear.*" for name in names[task]}
+    settings = HeadSettings(task, labels, "softmax")
     if text:
         settings = HeadSettings("classify", labels, problem_of(config, labels), rank_of(config))
     return Classifier(fields, table, settings)
@@ -177,12 +176,13 @@ def scored(config: Settings) -> Classifier | None:
 
 HEAD = NoPlace("language model head")
 # Purpose of a model class, by the end of its name.
-PURPOSES: Mapping[str, Literal["generate", "read", "classify", "tag"]] = {
+PURPOSES: Mapping[str, Literal["generate", "read", "classify", "tag", "answer"]] = {
     "ForCausalLM": "generate",
     "LMHeadModel": "generate",
     "ForConditionalGeneration": "generate",
     "ForSequenceClassification": "classify",
     "ForTokenClassification": "tag",
+    "ForQuestionAnswering": "answer",
     "Model": "read",
 }
 
@@ -196,13 +196,14 @@ def _end(name: str) -> str:
     return next((end for end in PURPOSES if name.endswith(end)), "")
 
 
-def reads(config: Settings, family: Family, *, module: bool) -> bool:
+def reads(config: Settings, family: Family, shape: ModelConfig, names: set[str]) -> bool:
     """Whether a decoder-only model reads texts and does not continue them.
 
     Args:
         config: config.json.
         family: Its type.
-        module: Whether it is a module of sentence-transformers, which ignores the head's class.
+        shape: Shape of the type.
+        names: Names of all tensors.
 
     Raises:
         InputError: It is of a class that cannot be imported.
@@ -211,11 +212,13 @@ def reads(config: Settings, family: Family, *, module: bool) -> bool:
     stems, end = family.stems.split(), _end(name)
     # A file without a class generates, as does a class of somebody else named ForCausalLM.
     generates = generating(config)
+    if not name and not shape.tied and not any("lm_head" in n or "embed_out" in n for n in names):
+        return True
     if not generates and name not in {f"{stem}{end}" for stem in stems}:
         ends = ", ".join(end for end in PURPOSES if end[-9:] not in ("HeadModel", "eneration"))
         supported = f"names that begin with {' or '.join(stems)} and end with {ends}"
         config.refuse("architectures", config.get("architectures"), supported)
-    return module or not generates
+    return not generates
 
 
 def generating(config: Settings) -> bool:
@@ -273,7 +276,7 @@ def as_reader(config: Settings, family: Family, shape: ModelConfig) -> tuple[Fam
 
 
 def as_source_reader(
-    config: Settings, family: Family, shape: ModelConfig, *, module: bool
+    config: Settings, family: Family, shape: ModelConfig, names: set[str], *, module: bool
 ) -> tuple[Family, ModelConfig]:
     """Returns an encoder-decoder type as an encoder-only one where it does not generate.
 
@@ -281,10 +284,13 @@ def as_source_reader(
         config: config.json.
         family: Its type; with stems, its encoder alone is a class of transformers.
         shape: Shape of the type.
+        names: Names of all tensors.
         module: Whether it is a module of sentence-transformers, which takes the encoder.
     """
-    stems = family.stems.split()
-    if stems and (module or _class(config) in {f"{stem}EncoderModel" for stem in stems}):
+    stems, tags = family.stems.split(), task_of(config) == "tag"
+    encoders = {f"{stem}EncoderModel" for stem in stems}
+    nameless = not _class(config) and not any("decoder." in name for name in names)
+    if stems and (module or tags or nameless or _class(config) in encoders):
         return _encoder_of(family, shape)
     if family.classifier(config) is not None:
         return _rereading(config, family, shape)
@@ -308,15 +314,18 @@ def _encoder_of(family: Family, shape: ModelConfig) -> tuple[Family, ModelConfig
 
 def _rereading(config: Settings, family: Family, shape: ModelConfig) -> tuple[Family, ModelConfig]:
     """Returns an encoder-decoder type whose decoder reads the source, as its classifiers do."""
+    # mBART's begins with the last token of the text, which must be the end token.
+    begin = "eos_token_id" if config.get("model_type") == "mbart" else "decoder_start_token_id"
     read = dataclasses.replace(
         shape,
         architecture="encoder-only",
         decoder_layers=0,
         rereading_layers=shape.decoder_layers,
-        rereading_begin=config.whole("decoder_start_token_id", 2),
+        rereading_begin=config.whole(begin, 0 if family.stems else 2),
         lm_head=False,
         tied=True,
         output_bias=False,
+        scale_output=False,
     )
     table = {
         name: re.sub("^decoder", "rereading", place) if isinstance(place, str) else place

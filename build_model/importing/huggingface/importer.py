@@ -182,13 +182,15 @@ def _shape(
 ) -> tuple[Family, ModelConfig, HeadSettings | None]:
     """Returns the family with the tensors of the head, the shape with it, and its settings."""
     config = pretrained.config
+    config.values = {**family.tokens, **config.values}
     try:
         shape = family.shape(config, pretrained.names())
         generator = shape
         alone, module = shape.architecture == "decoder-only", sentence is not None
         if shape.architecture == "encoder-decoder":
-            family, shape = as_source_reader(config, family, shape, module=module)
-        if alone and reads(config, family, module=module):
+            names = pretrained.names()
+            family, shape = as_source_reader(config, family, shape, names, module=module)
+        if alone and (reads(config, family, shape, pretrained.names()) or module):
             family, shape = as_reader(config, family, shape)
         if shape.two_stacks or not generator.two_stacks:
             config.only("is_encoder_decoder", shape.two_stacks)

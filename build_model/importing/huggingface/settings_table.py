@@ -43,10 +43,11 @@ WITHOUT_EFFECT: Mapping[str, Mapping[str, str]] = {
     CONFIG: {
         TRAINING: (
             "activation_dropout attention_dropout attention_probs_dropout_prob attn_pdrop "
-            "classif_dropout classifier_dropout cls_dropout decoder_layerdrop dropout dropout_rate "
-            "embd_pdrop embedding_dropout encoder_layerdrop gradient_checkpointing "
-            "hidden_dropout hidden_dropout_prob init_std initializer_cutoff_factor "
-            "initializer_factor initializer_range layer_norm_dropout layerdrop mlp_dropout mup "
+            "classif_dropout classifier_dropout classifier_dropout_prob cls_dropout "
+            "decoder_layerdrop dropout dropout_rate embd_pdrop embedding_dropout "
+            "encoder_layerdrop gradient_checkpointing hidden_dropout hidden_dropout_prob init_std "
+            "initializer_cutoff_factor initializer_factor initializer_range layer_norm_dropout "
+            "layerdrop mlp_dropout mup "
             "pooler_dropout qa_dropout repad_logits_with_grad resid_pdrop residual_dropout "
             "router_aux_loss_coef save_step seq_classif_dropout seq_length sinusoidal_pos_embds "
             "sparse_pred_ignore_index "
@@ -89,9 +90,10 @@ WITHOUT_EFFECT: Mapping[str, Mapping[str, str]] = {
             "tie_encoder_decoder"
         ),
         "not read by the model type in transformers": (
-            "_sliding_window_pattern cross_attention_hidden_size decoder_bias embedding_size "
-            "extra_pos_embeddings head_dim hidden_act layer_norm_eps max_position_embeddings "
-            "max_window_layers mlp_bias num_hidden_layers output_projection rope_interleaved "
+            "_sliding_window_pattern cross_attention_hidden_size decoder_bias down_scale_factor "
+            "embedding_size extra_pos_embeddings gap_size head_dim hidden_act layer_norm_eps "
+            "max_position_embeddings max_window_layers mlp_bias net_structure_type "
+            "num_hidden_layers num_memory_blocks output_projection rope_interleaved "
             "rope_theta sliding_window_pattern use_mrope vocab_size_or_config_json_file"
         ),
     },

@@ -25,7 +25,8 @@ class Move:
     """A tensor that changes in the conversion.
 
     Attributes:
-        ours: Names of our tensors, in order.
+        ours: Names of our tensors, in order; "@" stands for every layer of the encoder,
+            which all get copies.
         change: Converts their tensor to ours, which the shape of our model may determine.
         adds: Name for the report, if the result is added to another tensor.
         turned: Whether their matrix is [in, out].
@@ -86,6 +87,7 @@ class Family:
             or of an encoder-decoder type with a class of the encoder alone.
         reads_lines: Whether such models were trained on texts with line breaks, and must get them
             whole; translators of sentences were not.
+        tokens: Ids of special tokens where config.json lacks the key, as in transformers.
     """
 
     models: str
@@ -97,6 +99,7 @@ class Family:
     segments: str = ""
     stems: str = ""
     reads_lines: bool = False
+    tokens: Mapping[str, int] = field(default_factory=dict)
 
 
 def conv1d(*ours: str) -> Move:
@@ -108,6 +111,11 @@ def first_row_into(what: str, *ours: str) -> Move:
     """Adds the first row to every row of our tensors."""
     left_out = f"{what} (the first is in the {ours[0]})"
     return Move(ours, lambda tensor, config: (tensor[:1],) * len(ours), left_out)
+
+
+def every_layer(ours: str) -> Move:
+    """A tensor that all layers of the encoder share, as in ALBERT."""
+    return Move((ours,), lambda tensor, config: (tensor,) * config.encoder_layers)
 
 
 def parts(sizes: Callable[[ModelConfig], list[int]], *ours: str) -> Move:

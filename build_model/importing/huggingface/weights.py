@@ -175,7 +175,7 @@ def convert_weights(
                 raise _is_quantised(origin, f"the tensor {quantised[0]}")
             raise InputError(
                 f"{origin}: the tensor {name} is unknown; it belongs to another model than "
-                "config.json, or to a head that cannot be imported"
+                "config.json, or to a head that cannot be imported or that architectures lacks"
             )
         pieces = [] if isinstance(move, NoPlace) else _pieces(move, layer, tensor, config)
         if isinstance(move, NoPlace) or (move.what and pieces[0][0] not in expected):
@@ -340,6 +340,8 @@ def _pieces(
 ) -> list[tuple[str, Tensor]]:
     """Our tensors from one of theirs; one of an unexpected shape is unchanged and fails later."""
     names = [ours.replace("#", meaning["#"]).replace("*", meaning["*"]) for ours in move.ours]
+    if "@" in names[0]:
+        names = [names[0].replace("@", str(layer)) for layer in range(config.encoder_layers)]
     shared = ["output.weight"] if config.tied else []
     shared += [] if config.source_vocabulary_size else ["source_embedding.weight"]
     names = ["embedding.weight" if name in shared else name for name in names]
@@ -360,6 +362,7 @@ def _theirs(family: Family, ours: str) -> str:
     for pattern, place in family.table.items():
         for candidate in _our_patterns(place):
             expression = re.escape(candidate).replace("\\#", r"(?P<layer>\d+)")
+            expression = expression.replace("@", r"\d+")
             expression = expression.replace("\\*", "(?P<ending>weight|bias)")
             if match := re.fullmatch(expression, ours):
                 found = match.groupdict()

@@ -52,8 +52,8 @@ class ProjectedSumConfig(NarrowConfig):
 
     def parts(self) -> tuple[type[Any], ...]:
         """See `TransformerConfig.parts`."""
-        narrow = self.d_embedding != self.d_model
-        return (*super().parts(), Narrow) if narrow else super().parts()
+        own = self.project_sum or self.d_embedding != self.d_model
+        return (*super().parts(), Narrow) if own else super().parts()
 
     @property
     def d_positions(self) -> int:
@@ -62,7 +62,7 @@ class ProjectedSumConfig(NarrowConfig):
 
 
 class Narrow(Transformer):
-    """A Transformer with an embedding of another width."""
+    """A Transformer with a matrix after the embedding, which may have another width."""
 
     config: ProjectedSumConfig
 

@@ -8,17 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from transferry.build_model.model.attention import causal_bias, padding_bias
+from transferry.build_model.model.attention import Places, causal_bias, padding_bias
 from transferry.build_model.model.layers import Layer
 from transferry.build_model.model.norms import make_norm
-from transferry.build_model.model.shape import LATER, SizeOrNone, TransformerConfig
+from transferry.build_model.model.parts.distances import DistancesConfig, RelativeBias
+from transferry.build_model.model.shape import LATER, SizeOrNone
 from transferry.build_model.model.transformer import Transformer
 from transferry.runtime.errors import require
 from transferry.runtime.settings import Whole
 
 
 @dataclass(frozen=True)
-class RereadingConfig(TransformerConfig):
+class RereadingConfig(DistancesConfig):
     """A second stack.
 
     Attributes:
@@ -33,8 +34,8 @@ class RereadingConfig(TransformerConfig):
     def check(self) -> None:
         """See `TransformerConfig.check`."""
         super().check()
-        fits = self.architecture == "encoder-only" and self.positions in ("sinusoidal", "learned")
-        expected = "0 unless encoder-only, with positions that are added to the embedding"
+        fits = self.architecture == "encoder-only" and self.positions != "rotary"
+        expected = "0 unless encoder-only, with other positions than rotary"
         found = self.rereading_layers
         require(fits or not found, "rereading_layers", expected, found)
         expected, begin = f"an id below {self.vocabulary_size}", self.rereading_begin
@@ -63,18 +64,21 @@ class Rereading(Transformer):
             Layer(config, number, cross=True) for number in range(config.rereading_layers)
         )
         self.rereading_norm = make_norm(config) if config.has_final_norm else None
+        if config.relative_buckets:
+            count = config.rereading_layers if config.relative_by_layer else 1
+            each = nn.ModuleList(RelativeBias(config, both_ways=False) for _ in range(count))
+            self.rereading_distance = each if config.relative_by_layer else each[0]
 
     def encode(self, source: Tensor, source_mask: Tensor) -> Tensor:
         """See `Transformer.encode`; returns the second stack's output."""
         encoded = super().encode(source, source_mask)
         begin = torch.full_like(source[:, :1], self.config.rereading_begin)
-        length = source.shape[1]
-        x = self.embed(
-            torch.cat([begin, source[:, :-1]], dim=1), torch.arange(length, device=source.device)
-        )
+        positions = torch.arange(source.shape[1], device=source.device)
+        x = self.embed(torch.cat([begin, source[:, :-1]], dim=1), positions)
         padding = padding_bias(source_mask, x.dtype)
-        bias = padding + causal_bias(0, length, x.dtype, source.device)
-        for layer in self.rereading:
+        bias = padding + causal_bias(0, source.shape[1], x.dtype, source.device)
+        biases = self.biases("rereading", bias, Places(positions, positions))
+        for layer, bias in zip(self.rereading, biases, strict=True):
             cross = layer.cross_attention.project(encoded)  # type: ignore[union-attr, operator]
             x, _ = layer(x, bias, cross=cross, cross_bias=padding)
         return x if self.rereading_norm is None else self.rereading_norm(x)

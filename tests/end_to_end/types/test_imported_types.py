@@ -48,6 +48,8 @@ CLASSES = {
     **dict.fromkeys(("t5", "mt5", "umt5"), "T5"),
     "mpnet": "MPNet",
     "deberta-v2": "DeBERTa-v2",
+    "deberta": "DeBERTa",
+    "albert": "ALBERT",
     **dict.fromkeys(("roberta", "data2vec-text", "roberta-prelayernorm"), "RoBERTa"),
     **dict.fromkeys(("xlm-roberta", "xlm-roberta-xl", "gte"), "XLM-R"),
     "camembert": "CamemBERT",

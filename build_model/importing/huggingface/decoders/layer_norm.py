@@ -74,6 +74,7 @@ STABLELM: Table = {
 def starcoder2_shape(config: Settings, names: set[str]) -> ModelConfig:
     """StarCoder 2 (Lozhkov et al. 2024)."""
     bias = config.flag("use_bias", True)
+    config.values.setdefault("num_key_value_heads", 2)
     fields = llama_fields(config, 4096) | {"norm": "layer", "bias": bias, "norm_bias": True}
     fields |= {"norm_epsilon": config.number("norm_epsilon", 1e-5)}
     fields["activation"] = config.choice("hidden_act", ACTIVATIONS, "gelu_pytorch_tanh")

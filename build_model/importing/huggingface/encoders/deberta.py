@@ -6,9 +6,19 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from transferry.build_model.importing.huggingface.folder import Settings
 from transferry.build_model.importing.huggingface.heads import UNITS
-from transferry.build_model.importing.huggingface.tables import Move, NoPlace, Table, first_row_into
+from transferry.build_model.importing.huggingface.tables import (
+    Move,
+    NoPlace,
+    Table,
+    first_row_into,
+    heads_of_three,
+)
+from transferry.build_model.model.config import ModelConfig
 from transferry.build_model.model.parts.disentangled import Convolution, Disentangled
 
 # A tensor of the head that the published files of v3 hold, and "legacy": false names.
@@ -88,4 +98,40 @@ def deberta_v2_table(bert: Table) -> Table:
             f"mask_predictions.{name}.*": NoPlace("replaced token head")
             for name in ("dense", "LayerNorm", "classifier")
         },
+    }
+
+
+# --- DeBERTa -------------------------------------------------------------------------------------
+
+
+def deberta_shape(config: Settings, fields: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields of the first DeBERTa, which has no buckets, convolution or shared keys."""
+    config.only("talking_head", False)
+    for name in ("position_buckets", "share_att_key", "norm_rel_ebd", "conv_kernel_size"):
+        config.values.pop(name, None)  # transformers does not read them in this type
+    return deberta_v2_shape(config, fields)
+
+
+def deberta_table(v2: Table) -> Table:
+    """Returns our tensors by theirs, from those of DeBERTa-v2."""
+    attention = "encoder.layer.#.attention.self"
+    ours = [f"encoder.#.self_attention.{name}" for name in ("query", "key", "value")]
+    return {
+        **{name: place for name, place in v2.items() if not name.startswith(attention)},
+        f"{attention}.in_proj.weight": heads_of_three(*(f"{name}.weight" for name in ours)),
+        f"{attention}.q_bias": f"{ours[0]}.bias",
+        f"{attention}.v_bias": f"{ours[2]}.bias",
+        f"{attention}.pos_proj.weight": "encoder.#.self_attention.position_key.weight",
+        f"{attention}.pos_q_proj.*": "encoder.#.self_attention.position_query.*",
+    }
+
+
+def deberta_biases(config: ModelConfig) -> dict[str, Tensor]:
+    """Biases of keys, which it lacks."""
+    own = config.disentangled
+    names = ["key", *["position_key"] * (own is not None and own.content_to_position)]
+    return {
+        f"encoder.{layer}.self_attention.{name}.bias": torch.zeros(config.d_model)
+        for layer in range(config.encoder_layers)
+        for name in names
     }

@@ -138,7 +138,7 @@ def nomic_shape(config: Settings, names: set[str]) -> ModelConfig:
     """
     renamed(config, n_embd="hidden_size", n_head="num_attention_heads", n_inner="intermediate_size")
     renamed(config, n_layer="num_hidden_layers", n_positions="max_position_embeddings")
-    renamed(config, layer_norm_epsilon="layer_norm_eps")
+    renamed(config, layer_norm_epsilon="layer_norm_eps", rope_theta="rotary_emb_base")
     for name in ("prenorm", "parallel_block", "use_rms_norm", "causal", "rotary_emb_interleaved"):
         config.only(name, False)
     for name in ("qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias"):

@@ -44,7 +44,7 @@ CLASSES = (
     *("LlamaTokenizer", "BertTokenizer", "DistilBertTokenizer", "MPNetTokenizer"),
     *("RobertaTokenizer", "XLMRobertaTokenizer", "T5Tokenizer", "PegasusTokenizer"),
     *("MBartTokenizer", "MBart50Tokenizer", "NllbTokenizer", "CamembertTokenizer"),
-    "DebertaV2Tokenizer",
+    *("DebertaV2Tokenizer", "DebertaTokenizer", "AlbertTokenizer"),
 )
 # Further names of these classes in folders.
 SYNONYMS = (

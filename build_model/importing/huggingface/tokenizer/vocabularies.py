@@ -161,17 +161,18 @@ def sequence_tokenizer(pretrained: PretrainedFolder, config: ModelConfig) -> Any
     tokenizer = _unchanged(found, special, config, str(pretrained.folder))
     if not config.decoder_layers:
         _join_pairs(tokenizer, found)
-    if config.rereading_layers and tokenizer.special.after[-1:] != (eos,):
-        raise InputError(
-            f"{pretrained.folder}: expected a tokenizer that ends texts with eos_token_id {eos}, "
-            f"which the head reads, found {list(tokenizer.special.after)} after a text; {REMEDY}"
-        )
     if name in LANGUAGE_CLASSES and name != "M2M100Tokenizer":
         kind, ids = LANGUAGE_CLASSES[name], found.tokenizer.get_vocab()
         named = [text for text in sorted(ids, key=ids.get) if re.fullmatch(kind.pattern, text)]
         languages = {text: ids[text] for text in named}
         end = found.id_of("eos_token")
         tokenizer.special = _with_languages(pretrained, tokenizer.special, kind, languages, end)
+    if config.rereading_layers and tokenizer.special.after[-1:] != (eos,):
+        raise InputError(
+            f"{pretrained.folder}: expected a tokenizer that ends texts with eos_token_id {eos}, "
+            f"which the head reads, found {list(tokenizer.special.after)} after a text; save a "
+            "tokenizer of another class there, such as MBart50Tokenizer in place of MBartTokenizer"
+        )
     return tokenizer
 
 

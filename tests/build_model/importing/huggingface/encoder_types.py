@@ -137,6 +137,23 @@ def deberta_v2(draw: Draw) -> dict[str, Any]:
     )
 
 
+def deberta(draw: Draw) -> dict[str, Any]:
+    return masked(
+        draw,
+        layer_norm_eps=draw.choice([1e-7, 1e-5]),
+        relative_attention=draw.choice([True, True, True, False]),
+        max_relative_positions=draw.choice([-1, 12, 200]),
+        position_biased_input=draw.choice([True, False]),
+        type_vocab_size=0,
+        pos_att_type=draw.choice(["p2c|c2p", "c2p", ["p2c"]]),
+        pooler_hidden_act=draw.choice(["gelu", "tanh"]),
+    )
+
+
+def albert(draw: Draw) -> dict[str, Any]:
+    return masked(draw, embedding_size=draw.choice([16, 32, 40]))
+
+
 # Model class and settings, by model_type.
 ENCODERS: dict[str, tuple[str, Callable[[Draw], dict[str, Any]]]] = {
     "bert": ("BertForMaskedLM", masked),
@@ -147,6 +164,8 @@ ENCODERS: dict[str, tuple[str, Callable[[Draw], dict[str, Any]]]] = {
     "mpnet": ("MPNetForMaskedLM", masked),
     "modernbert": ("ModernBertForMaskedLM", modernbert),
     "deberta-v2": ("DebertaV2ForMaskedLM", deberta_v2),
+    "deberta": ("DebertaForMaskedLM", deberta),
+    "albert": ("AlbertForMaskedLM", albert),
     "ernie": ("ErnieForMaskedLM", ernie),
     "megatron-bert": ("MegatronBertForMaskedLM", masked),
     "camembert": ("CamembertForMaskedLM", masked),
@@ -164,6 +183,6 @@ LIKE_ROBERTA = (
     "xlm-roberta-xl",
 )
 # Types that tell the segments of a pair apart.
-WITH_SEGMENTS = ("bert", "electra", "ernie", "megatron-bert", "nomic_bert")
+WITH_SEGMENTS = ("bert", "electra", "ernie", "megatron-bert", "nomic_bert", "albert")
 # Types that share their code with another: a second configuration of heads and keys tells no more.
 LIKE_OTHERS = (*LIKE_ROBERTA[1:], "ernie", "megatron-bert", "gte", "jina_embeddings_v3")

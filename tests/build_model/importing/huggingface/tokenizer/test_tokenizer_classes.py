@@ -35,7 +35,8 @@ from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.tokenizer.special_tokens import AnyTokenizer
 
 Draw = random.Random
-ENCODERS = ("bert", "mpnet", "roberta", "xlm-roberta", "camembert", "deberta-v2")
+DEBERTA_AND_ALBERT = ("deberta-v2", "deberta", "albert")
+ENCODERS = ("bert", "mpnet", "roberta", "xlm-roberta", "camembert", *DEBERTA_AND_ALBERT)
 TEXTS = [
     "Straße über die Häuser",
     "日本語 😀",
@@ -57,6 +58,8 @@ KINDS = {
     "XLM-R": ("xlm-roberta", "XLMRobertaTokenizer", FAIRSEQ_PIECES),
     "CamemBERT": ("camembert", "CamembertTokenizer", FAIRSEQ_PIECES),
     "DeBERTa-v2": ("deberta-v2", "DebertaV2Tokenizer", "spm.model"),
+    "DeBERTa": ("deberta", "DebertaTokenizer", ""),
+    "ALBERT": ("albert", "AlbertTokenizer", "spiece.model"),
     "BART": ("bart", "BartTokenizer", ""),
     "T5": ("t5", "T5Tokenizer", "spiece.model"),
     "PEGASUS": ("pegasus", "PegasusTokenizer", "spiece.model"),
@@ -86,7 +89,10 @@ def word_pieces(special: tuple[str, ...]) -> dict[str, int]:
 @lru_cache
 def spm(kind: str, **options: Any) -> bytes:
     ids = {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1}
-    own = ids if kind in ("T5", "PEGASUS") else {}
+    own: dict[str, Any] = ids if kind in ("T5", "PEGASUS") else {}
+    if kind == "ALBERT":
+        own = {"pad_id": 0, "unk_id": 1, "bos_id": -1, "eos_id": -1}
+        own["control_symbols"] = ["[CLS]", "[SEP]", "[MASK]"]
     return sentencepiece_model(**{"vocab_size": 90, "model_type": "unigram", **own, **options})
 
 
