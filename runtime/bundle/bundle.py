@@ -62,7 +62,7 @@ class Bundle:
             InputError: A file is missing, truncated, changed or unreadable, or the format version
                 differs.
         """
-        content = _manifest_of(folder)
+        content = read_manifest(folder)
         manifest = Manifest.from_json(content, str(folder / MANIFEST))
         files = SealedFolder(folder, manifest.files)
         files.check()
@@ -90,7 +90,7 @@ class Bundle:
     def sha256(self) -> str:
         """Hash of the manifest: of the text that was parsed, if the bundle was loaded."""
         content = self._content
-        return hashlib.sha256(content or _manifest_of(self.folder)).hexdigest()
+        return hashlib.sha256(content or read_manifest(self.folder)).hexdigest()
 
     def variant(self, name: str | None = None) -> Variant:
         """Returns a variant by name, by default the first; raises UsageError for another name."""
@@ -106,7 +106,8 @@ class Bundle:
         return self.folder / spec.file
 
 
-def _manifest_of(folder: Path) -> bytes:
+def read_manifest(folder: Path) -> bytes:
+    """Returns the bytes of a bundle's manifest; raises InputError for other folders."""
     if not (folder / MANIFEST).is_file():
         raise InputError(
             f"{folder}: expected a bundle, with the {MANIFEST} that `transferry export` wrote, "

@@ -16,7 +16,6 @@ from typing import Any, BinaryIO, cast
 
 from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.engine.engine import Engine
-from transferry.runtime.engine.prompts import Parts
 from transferry.runtime.engine.result import RowResult
 from transferry.runtime.engine.tasks.table import TASKS, default_task
 from transferry.runtime.engine.tasks.task import Task
@@ -410,15 +409,9 @@ class Job:
         """Yields each row with its result, in order; `first` is the number of the first row."""
         kept, read = tee(map(self.writer.admit, rows))
         inputs = first * len(self.layout.texts)
-        found = self.task.answers(self.engine, map(self.given, read), inputs)
+        found = self.task.answers(self.engine, map(self.task.whole, read), inputs)
         with closing(cast("Generator[RowResult, None, None]", found)):
             yield from zip(kept, found, strict=True)
-
-    def given(self, row: InputRow) -> Any:
-        """Returns a row as the engine takes it: of several columns, each is an input."""
-        if not row.others:
-            return self.task.given(row)
-        return Parts(tuple(map(self.task.given, row.singles)))
 
     def write(
         self,
@@ -435,7 +428,7 @@ class Job:
         def records() -> Iterator[Record]:
             before = time.monotonic()
             for row, result in results:
-                given = self.given(row)
+                given = self.task.whole(row)
                 if self.canary is not None:
                     self.canary.check(row.number, result, given, row.number * len(names))
                 yield self.writer.record(row, result, self.task.n_best)

@@ -201,6 +201,10 @@ class Task(ABC):
         """Returns an `InputRow` as the engine takes it."""
         return row.text
 
+    def whole(self, row: Any) -> Any:
+        """Returns a row as the engine takes it: of several columns, each is an input."""
+        return Parts(tuple(map(self.given, row.singles))) if row.others else self.given(row)
+
     def key(self, given: Any) -> Any:
         """Returns the part of a row of `given` that decides its answer; None if its number does."""
         return given

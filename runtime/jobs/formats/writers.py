@@ -351,9 +351,10 @@ class ParquetWriter(RowWriter):
         # Closed after an error too: else its destructor complains of the closed file.
         with pyarrow.parquet.ParquetWriter(file, self.schema) as writer:
             while group := list(islice(rows, self.group)):
-                writer.write_table(self._table(group))
+                writer.write_table(self.table(group))
 
-    def _table(self, group: Sequence[Record]) -> Any:
+    def table(self, group: Sequence[Record]) -> Any:
+        """Returns records as an Arrow table."""
         pyarrow, found = import_pyarrow(), {}
         if self.columns is not None and self.columns.source:
             found = self._repeated(group, self.columns.repeated)
@@ -407,8 +408,7 @@ class ParquetWriter(RowWriter):
             yield from file.iter_batches(self.group, use_threads=False)
 
     def _holds_id(self, id: Any) -> bool:
-        import pyarrow
-
+        pyarrow = import_pyarrow()
         kind = self.schema.field("id").type
         try:
             pyarrow.scalar(id if pyarrow.types.is_integer(kind) else as_text(id), kind)
