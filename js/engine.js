@@ -6,6 +6,7 @@ import { checkNames, UsageError } from "./errors.js";
 import { Decoder } from "./ort/decoder.js";
 import { Encoder } from "./ort/encoder.js";
 import { Graph } from "./ort/graph.js";
+import { Rounds } from "./ort/rounds.js";
 import { loadOnnxRuntime } from "./devices.js";
 import { checkLongRows } from "./rows.js";
 import { classify, rank, tag } from "./tasks/classify.js";
@@ -105,20 +106,37 @@ export class Engine {
    *
    * @param {Iterable | AsyncIterable} texts texts, or lists of token ids that the model reads
    * @param {object} [values] fields of the generation options
-   * @param {object} [how] firstRow, longRows, sourceLanguage, targetLanguage, signal
+   * @param {object} [how] firstRow, batch (rows at a time, 1 by default), longRows, sourceLanguage,
+   *   targetLanguage, signal
    */
   async *generate(texts, values = {}, how = {}) {
-    this.#check(how, ["firstRow", ...LANGUAGES]);
-    checkSeveral(texts);
-    const { firstRow: first = 0, ...rest } = how;
+    this.#check(how, ["firstRow", "batch", ...LANGUAGES]);
+    const { firstRow: first = 0, batch, ...rest } = how;
     let row = checkRow(first, "firstRow");
-    for await (const text of texts) {
-      const steps = this.stream(text, values, { ...rest, row: row++ });
-      let step;
-      do step = await steps.next();
-      while (!step.done);
-      yield step.value;
+    for await (const rows of batches(texts, batch)) {
+      this.#check(rest, LANGUAGES);
+      this.#requireDecoder();
+      const options = this.options(values);
+      const rounds = rows.length > 1 ? new Rounds(this.decoder, rows.length) : this.decoder;
+      const engine = Object.create(this, { decoder: { value: rounds } });
+      yield* await Promise.all(
+        rows.map(async (text) => {
+          const steps = generate(engine, text, options, { ...rest, row: row++ });
+          try {
+            let step;
+            do step = await steps.next();
+            while (!step.done);
+            return step.value;
+          } finally {
+            rounds.leave?.();
+          }
+        }),
+      );
     }
+  }
+
+  #requireDecoder() {
+    if (!this.decoder) throw new UsageError(`the bundle generates nothing; its tasks are ${this.tasks.join(", ")}`);
   }
 
   /**
@@ -133,7 +151,7 @@ export class Engine {
   async *stream(text, values = {}, how = {}) {
     this.#check(how, ["row", ...LANGUAGES]);
     checkRow(how.row ?? 0, "row");
-    if (!this.decoder) throw new UsageError(`the bundle generates nothing; its tasks are ${this.tasks.join(", ")}`);
+    this.#requireDecoder();
     return yield* generate(this, text, this.options(values), how);
   }
 
@@ -174,19 +192,12 @@ export class Engine {
 
   async *#each(task, rows, options = {}, names = []) {
     this.#check(options, names);
-    checkSeveral(rows);
-    const { batch = 1, signal, ...rest } = options;
-    if (!Number.isSafeInteger(batch) || batch < 1) throw new UsageError(`batch must be at least 1, found ${batch}`);
-    let waiting = [];
-    // Rows that are begun together reach the encoder together.
-    const answers = () => {
+    const { batch, signal, ...rest } = options;
+    for await (const each of batches(rows, batch)) {
       this.#check({ signal });
-      return Promise.all(waiting.splice(0).map((row) => task(this, row, rest)));
-    };
-    for await (const row of rows) {
-      if (waiting.push(row) === batch) yield* await answers();
+      // Rows that are begun together reach the encoder together.
+      yield* await Promise.all(each.map((row) => task(this, row, rest)));
     }
-    if (waiting.length) yield* await answers();
   }
 
   /** Throws for options that do not exist, an aborted signal, and a closed engine. */
@@ -209,9 +220,16 @@ export class Engine {
   }
 }
 
-function checkSeveral(texts) {
-  const iterates = typeof (texts?.[Symbol.asyncIterator] ?? texts?.[Symbol.iterator]) === "function";
-  if (typeof texts === "string" || !iterates) throw new UsageError("texts must be several, such as a list");
+/** Yields lists of at most `size` rows. */
+async function* batches(rows, size = 1) {
+  const iterates = typeof (rows?.[Symbol.asyncIterator] ?? rows?.[Symbol.iterator]) === "function";
+  if (typeof rows === "string" || !iterates) throw new UsageError("texts must be several, such as a list");
+  if (!Number.isSafeInteger(size) || size < 1) throw new UsageError(`batch must be at least 1, found ${size}`);
+  let waiting = [];
+  for await (const row of rows) {
+    if (waiting.push(row) === size) yield waiting.splice(0);
+  }
+  if (waiting.length) yield waiting;
 }
 
 function checkRow(row, name) {

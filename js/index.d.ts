@@ -242,7 +242,7 @@ export class Engine {
   generate(
     texts: Several<string | number[]>,
     options?: Partial<GenerationOptions>,
-    how?: RowOptions & Languages & { firstRow?: number },
+    how?: RowOptions & Languages & Batches & { firstRow?: number },
   ): AsyncGenerator<GenerationRecord, void>;
   /** Yields the text as it grows; returns the record. */
   stream(

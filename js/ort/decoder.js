@@ -8,6 +8,8 @@ const PROMPT_UNIT = 16;
 
 /** Steps one sentence; its rows are beams or samples. */
 export class Decoder {
+  #lastCross;
+
   /**
    * @param {object} ort onnxruntime
    * @param {Record<string, object>} graphs open graphs by name, see graph.js
@@ -26,9 +28,10 @@ export class Decoder {
     return tensor(this.ort, "int64", padded, [1, size]);
   }
 
-  #mask(rows, length, size) {
-    const row = Array.from({ length: size }, (_, place) => Number(place < length));
-    return tensor(this.ort, "bool", Array(rows).fill(row).flat(), [rows, size]);
+  /** Returns whether a token stands at each place of rows: their own first, then `own` after `size`. */
+  #mask(lengths, size, own = 0) {
+    const row = (length) => Array.from({ length: size + own }, (_, place) => Number(place < length || place >= size));
+    return tensor(this.ort, "bool", lengths.flatMap(row), [lengths.length, size + own]);
   }
 
   #empty() {
@@ -51,7 +54,7 @@ export class Decoder {
     const past = this.#empty();
     if (this.hasEncoder) {
       const size = padded(ids.length, SOURCE_UNIT, this.positions);
-      const mask = this.#mask(1, ids.length, size);
+      const mask = this.#mask([ids.length], size);
       const inputs = { source: [this.#ids(ids, size)], source_mask: [mask] };
       const [cross] = await this.graphs.encoder.run(inputs, "cross");
       return { cross, past, length: ids.length, size, rows: 1, own: 0 };
@@ -63,7 +66,7 @@ export class Decoder {
     const state = { past, length: read.length, size: 0, rows: 1, own: 0 };
     if (!read.length) return state;
     const size = padded(read.length, PROMPT_UNIT, this.positions);
-    const inputs = { target: [this.#ids(read, size)], past_mask: [this.#mask(1, 0, 0)], past };
+    const inputs = { target: [this.#ids(read, size)], past_mask: [this.#mask([0], 0)], past };
     [state.past] = await this.graphs.decoder.run(inputs, "present");
     state.size = padded(size, SOURCE_UNIT);
     state.past = state.past.map((value) => this.#widened(value, state.size));
@@ -87,9 +90,13 @@ export class Decoder {
     return new this.ort.Tensor(value.type, wide, [rows, heads, size, width]);
   }
 
-  #pastMask({ rows, length, size, own }) {
-    const row = Array.from({ length: size + own }, (_, place) => Number(place < length || place >= size));
-    return tensor(this.ort, "bool", Array(rows).fill(row).flat(), [rows, size + own]);
+  /** Starts several rows with as many columns, see `start`. */
+  async startAll(all) {
+    const states = [];
+    for (const ids of all) states.push(await this.start(ids));
+    const size = Math.max(...states.map((state) => state.size));
+    const name = this.hasEncoder ? "cross" : "past";
+    return states.map((state) => ({ ...state, size, [name]: state[name].map((value) => this.#widened(value, size)) }));
   }
 
   /**
@@ -100,18 +107,65 @@ export class Decoder {
    * @returns {Promise<{logits: Float32Array[], state: object}>} logits after each token
    */
   async step(tokens, state) {
-    const { rows, cross, past, length, size } = state;
-    const shape = [rows, tokens.length / rows];
-    const inputs = { target: [tensor(this.ort, "int64", tokens, shape)], past };
+    const [made] = await this.stepAll([{ tokens, state }]);
+    return made;
+  }
+
+  /** Makes a step of several states with as many columns in one run, see `step`. */
+  async stepAll(all) {
+    const states = all.map(({ state }) => state);
+    const [{ cross, size, own }] = states;
+    const lengths = states.flatMap(({ rows, length }) => Array(rows).fill(length));
+    const tokens = all.flatMap((each) => each.tokens);
+    const width = tokens.length / lengths.length;
+    const past = this.#joined(states.map((state) => state.past));
+    const inputs = { target: [tensor(this.ort, "int64", tokens, [lengths.length, width])], past };
     if (cross) {
-      inputs.cross = cross;
-      inputs.source_mask = [this.#mask(rows, length, size)];
-    } else inputs.past_mask = [this.#pastMask(state)];
+      inputs.cross = this.#joinedCross(states.map((state) => state.cross));
+      inputs.source_mask = [this.#mask(lengths, size)];
+    } else inputs.past_mask = [this.#mask(lengths, size, own)];
     const [[scores], present] = await this.graphs.decoder.run(inputs, "logits", "present");
-    const logits = tokens.map((_, row) =>
-      scores.data.subarray(row * this.vocabulary, (row + 1) * this.vocabulary),
-    );
-    return { logits, state: { ...state, past: present, own: state.own + shape[1] } };
+    let [row, first] = [0, 0];
+    return all.map(({ tokens: given, state }) => {
+      const logits = given.map((_, place) =>
+        scores.data.subarray((row + place) * this.vocabulary, (row + place + 1) * this.vocabulary),
+      );
+      const part = all.length > 1 ? present.map((value) => this.#part(value, first, state.rows)) : present;
+      row += given.length;
+      first += state.rows;
+      return { logits, state: { ...state, past: part, own: own + width } };
+    });
+  }
+
+  /** Returns rows of a tensor, which share its memory. */
+  #part(value, first, rows) {
+    const [count, ...shape] = value.dims;
+    const size = value.data.length / count;
+    return new this.ort.Tensor(value.type, value.data.subarray(first * size, (first + rows) * size), [rows, ...shape]);
+  }
+
+  /** Joins the rows of lists of tensors, place by place. */
+  #joined([first, ...others]) {
+    if (!others.length) return first;
+    return first.map((value, place) => {
+      const parts = [value, ...others.map((each) => each[place])];
+      const all = new value.data.constructor(parts.reduce((sum, { data }) => sum + data.length, 0));
+      let end = 0;
+      for (const { data } of parts) {
+        all.set(data, end);
+        end += data.length;
+      }
+      return new this.ort.Tensor(value.type, all, [parts.reduce((sum, { dims }) => sum + dims[0], 0), ...value.dims.slice(1)]);
+    });
+  }
+
+  /** Joins keys and values of sources, which stay the same while no search ends. */
+  #joinedCross(parts) {
+    const last = this.#lastCross;
+    if (last?.parts.length !== parts.length || parts.some((each, place) => each !== last.parts[place])) {
+      this.#lastCross = { parts, whole: this.#joined(parts) };
+    }
+    return this.#lastCross.whole;
   }
 
   /**
