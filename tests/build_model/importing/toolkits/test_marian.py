@@ -357,6 +357,24 @@ def test_pieces_and_a_table_of_ids_give_marian_s_ids(tmp_path: Path) -> None:
         assert tokenizer.decode(wanted) == text
 
 
+def test_pieces_under_other_names_are_refused_with_these(tmp_path: Path) -> None:
+    """Without them, text would be split at blanks, and most of it be unknown."""
+    save_marian(tmp_path)
+    for name in ("source.spm", "en.spm32k"):
+        (tmp_path / name).write_bytes(b"")
+    (tmp_path / "opus.de.spm").write_bytes(b"")
+    found = "found opus.de.spm, source.spm; name them so, twice the same file"
+    with pytest.raises(InputError, match=f"source.spm and target.spm beside vocab.yml, {found}"):
+        read_pretrained(tmp_path)
+
+
+def test_a_shortlist_is_left_out_by_name(tmp_path: Path) -> None:
+    save_marian(tmp_path)
+    decoding = "vocabs: [vocab.yml, vocab.yml]\nshortlist: [lex.s2t.bin, 50, 50]\n"
+    (tmp_path / "decoder.yml").write_text(decoding)
+    assert read_pretrained(tmp_path).ignored == {"shortlist": ["lex.s2t.bin", 50, 50]}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
