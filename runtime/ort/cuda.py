@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import io
+import re
 import sys
 import threading
 from dataclasses import dataclass
@@ -72,7 +73,7 @@ def cuda_obstacle(device_id: int = 0) -> CudaObstacle | None:
         )
     if complaint := _preload_cuda_libraries():
         return CudaObstacle(
-            f"CUDA's libraries are missing ({complaint})", install_command("cuda"), gpu_present=True
+            f"CUDA's libraries are missing: {complaint}", install_command("cuda"), gpu_present=True
         )
     return None
 
@@ -117,12 +118,13 @@ def cuda_compute_capability(device_id: int) -> str:
 
 
 def _preload_cuda_libraries() -> str:
-    """Loads the CUDA libraries that pip installed, and returns the failures.
+    """Loads the CUDA libraries of pip or the system, and returns those that are missing.
 
     `preload_dlls` prints failures to stdout, where results may go. Redirecting stdout is global,
     hence the lock for replicas that open sessions at the same time.
     """
     with _PRELOAD_LOCK, contextlib.redirect_stdout(io.StringIO()) as printed:
         onnxruntime.preload_dlls()
-    failures = [line for line in printed.getvalue().splitlines() if "Failed to load" in line]
-    return "; ".join(failures)
+    # A library that pip installed and that does not load is no loss if the system has another.
+    failed = re.findall(r"^Failed to load ([^\s/\\]+): .*", printed.getvalue(), re.MULTILINE)
+    return ", ".join(failed)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import numpy as np
 import onnxruntime
@@ -19,13 +20,20 @@ from onnxruntime.capi import onnxruntime_pybind11_state as native
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.manifest import REMEDY
 from transferry.runtime.bundle.specs import PORTABLE, GraphSpec, Role, Variant
-from transferry.runtime.errors import AllocationError, InputError
+from transferry.runtime.errors import (
+    AllocationError,
+    InputError,
+    ProviderError,
+    TransferryError,
+    install_command,
+)
 from transferry.runtime.hardware import cpu_name, instruction_sets, usable_cores
 from transferry.runtime.ort.external_files import watched_graph
 from transferry.runtime.ort.openvino_runner import OpenVinoRunner, openvino_version
 from transferry.runtime.ort.session import (
     SessionOptions,
     assigned_nodes,
+    is_device_fault,
     is_shortage,
     open_session,
     tf32,
@@ -40,6 +48,25 @@ _TYPES = {
 }
 # Errors that onnxruntime raises while it runs.
 ERRORS = (RuntimeError, native.EPFail, native.Fail, native.RuntimeException)
+
+
+def to_host(value: OrtValue) -> NDArray[Any]:
+    """Copies a tensor to the host, bfloat16 as float32: numpy has no such type.
+
+    On the CPU another type is a view. onnxruntime copies no bfloat16 to numpy either, so its bits
+    are read as uint16, which a DLPack capsule of the same memory is made to say (dlpack.h: after
+    data, device and ndim, code 1 for unsigned integers).
+    """
+    if value.element_type() != BFLOAT16:
+        found: NDArray[Any] = value.numpy()
+        return found
+    capsule = value._get_c_value().to_dlpack()
+    pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    ctypes.c_uint8.from_address(pointer(capsule, b"dltensor") + 20).value = 1
+    bits = native.OrtValue.from_dlpack(capsule, False).numpy()
+    widened: NDArray[np.float32] = (bits.astype(np.uint32) << 16).view(np.float32)
+    return widened
 
 
 @dataclass(frozen=True)
@@ -79,15 +106,20 @@ class BufferView:
 
     def numpy(self) -> NDArray[Any]:
         """Copies the rows to the host."""
-        rows: NDArray[Any] = self.buffer.numpy()[self.first : self.first + self.count]
-        return rows
+        return to_host(self.buffer)[self.first : self.first + self.count]
 
 
 Bindable: TypeAlias = OrtValue | BufferView
 
 
 class GraphRunner:
-    """One graph, run through IOBinding with tensors addressed by role."""
+    """One graph, run through IOBinding with tensors addressed by role.
+
+    On a GPU each graph has memory of its own. After a shortage anywhere its next run releases the
+    unused part, so that another graph can have it.
+    """
+
+    _shortages: ClassVar[int] = 0  # of all graphs of the process
 
     def __init__(self, bundle: Bundle, graph: GraphSpec, options: SessionOptions) -> None:
         """Opens a graph of a bundle.
@@ -106,6 +138,7 @@ class GraphRunner:
         self._names = {spec.role: graph.names(spec.role) for spec in specs}
         self._device = options.provider
         self.on_device = options.provider != "cpu"
+        self._released = GraphRunner._shortages
         self._device_id = options.device_id if options.provider != "cpu" else 0
 
     def _require_described(self, path: Path) -> None:
@@ -139,7 +172,7 @@ class GraphRunner:
         try:
             return OrtValue.ortvalue_from_numpy(contiguous, self._device, self._device_id)
         except ERRORS as error:
-            raise self._failure(error) from error
+            raise self.failure(error) from error
 
     def zeros(self, role: Role, shape: Sequence[int]) -> OrtValue:
         """Device buffer of zeros, of the element type of a role's tensors."""
@@ -147,10 +180,12 @@ class GraphRunner:
         if kind != "bfloat16":
             return self.value(np.zeros(shape, kind))
         # numpy has no such type, but zero has the same bits in all 16-bit types.
-        value = OrtValue.ortvalue_from_shape_and_type(
-            shape, BFLOAT16, self._device, self._device_id
-        )
-        value.update_inplace(np.zeros(shape, np.uint16))
+        where = self._device, self._device_id
+        try:
+            value = OrtValue.ortvalue_from_shape_and_type(shape, BFLOAT16, *where)
+            value.update_inplace(np.zeros(shape, np.uint16))
+        except ERRORS as error:
+            raise self.failure(error) from error
         return value
 
     def run(
@@ -171,6 +206,7 @@ class GraphRunner:
         Raises:
             AllocationError: There is not enough memory.
             InputError: onnxruntime cannot run the graph on these inputs.
+            ProviderError: The device or its libraries failed.
         """
         binding = self._bound(inputs, host or {}, in_place or {})
         for name in (name for role in outputs for name in self._names.get(role, ())):
@@ -203,17 +239,31 @@ class GraphRunner:
 
     def run_bound(self, binding: onnxruntime.IOBinding) -> None:
         """Runs a binding of all inputs and outputs; raises as `run`."""
+        options, shortages = None, GraphRunner._shortages
+        if self._released < shortages and self.on_device:
+            options = onnxruntime.RunOptions()
+            options.add_run_config_entry(
+                "memory.enable_memory_arena_shrinkage", f"gpu:{self._device_id}"
+            )
         try:
-            self.session.run_with_iobinding(binding)
+            self.session.run_with_iobinding(binding, options)
+            self._released = shortages
         except ERRORS as error:
-            raise self._failure(error) from error
+            raise self.failure(error) from error
 
-    def _failure(self, error: Exception) -> InputError:
+    def failure(self, error: Exception) -> TransferryError:
+        """Returns the error of `run` for an error of onnxruntime."""
         found = " ".join(str(error).split())
         if is_shortage(error):
+            GraphRunner._shortages += 1
             return AllocationError(
                 f"there is not enough memory to run {self.graph.file}: {found}. Make batches "
                 "smaller"
+            )
+        if is_device_fault(error):
+            return ProviderError(
+                f"provider {self._device} failed in {self.graph.file}: {found}. Run `transferry "
+                f"doctor`; for missing libraries: {install_command(self._device)}"
             )
         return InputError(
             f"expected {self.graph.file} to run, found: {found}. Verify the bundle here, or export "
@@ -274,7 +324,10 @@ class BoundCall:
             host, value = self.changing[role]
             host[...] = array
             if self.runner.on_device:
-                value.update_inplace(host)
+                try:
+                    value.update_inplace(host)
+                except ERRORS as error:
+                    raise self.runner.failure(error) from error
         self.runner.run_bound(self.binding)
         return self.host
 

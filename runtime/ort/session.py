@@ -51,6 +51,11 @@ _SHORTAGES = (
     *("Failed to allocate memory", "is smaller than requested bytes"),
     *("bad_alloc", "bad allocation", "out of memory", "ALLOC_FAILED"),
 )
+# Messages of the device: of CUDA, cuBLAS and cuDNN, and of onnxruntime without cuDNN.
+_DEVICE_FAULTS = ("CUDA failure", "CUBLAS failure", "CUDNN failure", "cuDNN is unavailable")
+# BiasSoftmax, which onnxruntime fuses, needs cuDNN, the addition and Softmax do not: the other
+# kernels of our graphs run without it, since onnxruntime 1.28.
+_NOT_ON_CUDA = ["BiasSoftmaxFusion"]
 _LOG_FATAL_ONLY = 4  # errors are raised, with the same words
 
 
@@ -159,10 +164,12 @@ def open_session(
             "Choose another provider or another variant of the bundle."
         ) from error
     except (*ONNXRUNTIME_ERRORS, MemoryError) as error:
-        if options.provider == "cpu" and is_shortage(error):
+        if is_shortage(error):
+            cpu = options.provider == "cpu"
+            where, limit = ("", ", or raise the limit (ulimit -v)") if cpu else (" on the GPU", "")
             raise AllocationError(
-                f"there is not enough memory to open {model} ({_reason(error)}); end other "
-                "programs, or raise the limit (ulimit -v)"
+                f"there is not enough memory{where} to open {model} ({_reason(error)}); end other "
+                f"programs{limit}"
             ) from error
         if options.provider == "cpu":
             raise _unreadable(model, error) from error
@@ -180,6 +187,11 @@ def is_shortage(error: Exception) -> bool:
     """Whether onnxruntime failed because memory is short."""
     found = " ".join(str(error).split())
     return isinstance(error, MemoryError) or any(shortage in found for shortage in _SHORTAGES)
+
+
+def is_device_fault(error: Exception) -> bool:
+    """Whether CUDA or one of its libraries failed, rather than the graph or its inputs."""
+    return any(fault in str(error) for fault in _DEVICE_FAULTS)
 
 
 def provider_settings(options: SessionOptions) -> dict[str, str]:
@@ -243,8 +255,17 @@ def _create(
         settings.profile_file_prefix = str(options.profile / model.stem)
     mapped = [] if graph is None else _named_files(settings, model, files)
     provider = (_PROVIDER_NAMES[options.provider], provider_settings(options))
+    more: dict[str, list[str]] = {}
+    if options.provider == "cuda":
+        more = {"disabled_optimizers": _NOT_ON_CUDA}
+        # Its CUDA code warns on stderr, outside of any session, of each ScatterND and device.
+        onnxruntime.set_default_logger_severity(_LOG_FATAL_ONLY)
     session = onnxruntime.InferenceSession(
-        str(model) if graph is None else graph, settings, providers=[provider], enable_fallback=0
+        str(model) if graph is None else graph,
+        settings,
+        providers=[provider],
+        enable_fallback=0,
+        **more,
     )
     del mapped  # onnxruntime read them until here
     return session
@@ -274,7 +295,8 @@ def _share_arena() -> None:
     """Makes all sessions of the process allocate host memory from one arena.
 
     An arena keeps its largest size. One arena per graph took 40 % more memory, although a replica
-    runs one graph at a time (docs/performance.md).
+    runs one graph at a time (docs/performance.md). On a GPU an arena of all sessions took a third
+    less, but kept memory of a run that failed for the stream of its session.
     """
     kind = onnxruntime.OrtAllocatorType.ORT_ARENA_ALLOCATOR
     memory = onnxruntime.OrtMemoryInfo("Cpu", kind, 0, onnxruntime.OrtMemType.DEFAULT)

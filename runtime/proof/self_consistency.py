@@ -7,6 +7,7 @@ escape a comparison of answers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import cycle, islice
 from typing import Any
@@ -126,8 +127,10 @@ def _lm_head(
         yield "segment_maxima", error(output.maxima.maxima, wanted)
     if (top := output.top_k) is not None and top.logits is not None and top.log_sum_exp is not None:
         yield "top_logits", error(top.logits, -np.sort(-logits)[:, :TOP])
-        chosen = np.take_along_axis(logits, top.tokens, axis=1)
-        yield "top_tokens", error(top.logits, chosen)
+        if ((top.tokens < 0) | (top.tokens >= logits.shape[1])).any():
+            yield "top_tokens", math.inf
+        else:
+            yield "top_tokens", error(top.logits, np.take_along_axis(logits, top.tokens, axis=1))
         yield "log_sum_exp", error(top.log_sum_exp, log_sum_exp(logits))
     if (screen := lm_head.screen(len(tokens))) is not None:
         hidden, approximate, maxima = screen

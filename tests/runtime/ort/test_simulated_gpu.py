@@ -1,0 +1,145 @@
+"""Everything of CUDA but the arithmetic, on a stand-in for its driver and libraries.
+
+FUZZ=long adds the three variants for a GPU of every imported model type, in half an hour.
+"""
+
+import importlib.util
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import CHECKOUT
+from tests.runtime.ort.simulated_gpu import build, provider_library
+from transferry.runtime.doctor import check_cuda
+
+# Operators that onnxruntime leaves to the CPU because their inputs lie there: sizes of tensors.
+OF_SIZES = {"Add", "Concat", "Less", "Reshape", "Squeeze", "Sub"}
+VARIANTS = ("portable", "cuda-fp16", "cuda-bf16")
+
+
+@pytest.fixture(scope="module")
+def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if (provider := provider_library()) is None:
+        pytest.skip("needs gcc, nm and onnxruntime-gpu")
+    if importlib.util.find_spec("nvidia") or check_cuda().status == "ok":
+        pytest.skip("CUDA's own libraries would be found first")
+    folder = tmp_path_factory.mktemp("cuda") / "stand-in"
+    build(folder, provider)
+    return folder
+
+
+Run = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def run(stand_in: Path) -> Run:
+    """Runs bundles in a process of its own, which writes nothing but its record."""
+
+    def run(*bundles: Path) -> dict[str, Any]:
+        command = [sys.executable, "-W", "ignore", "-m", "tests.runtime.ort.on_stand_in"]
+        done = subprocess.run(
+            [*command, stand_in, *bundles],
+            env=os.environ | {"LD_LIBRARY_PATH": str(stand_in)},
+            capture_output=True,
+            text=True,
+            cwd=CHECKOUT,
+        )
+        assert (done.returncode, done.stderr) == (0, ""), done.stderr
+        record: dict[str, Any] = json.loads(done.stdout)
+        return record
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def record(
+    run: Run,
+    whole_bundle_folder: Path,
+    writer_bundle_folder: Path,
+    reader_bundle_folder: Path,
+    device_bundle_folder: Path,
+) -> dict[str, Any]:
+    return run(
+        whole_bundle_folder, writer_bundle_folder, reader_bundle_folder, device_bundle_folder
+    )
+
+
+def variants(record: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    return ((name, found) for name, found in record.items() if "ends" in found)
+
+
+def test_each_missing_part_is_named(record: dict[str, Any]) -> None:
+    found = record["missing"]
+    needed = {"libcudart.so.13", "libcublas.so.13", "libcublasLt.so.13", "libcurand.so.10"}
+    for name in needed:
+        if found[name] != "elsewhere":
+            assert found[name].startswith(f"CUDA's libraries are missing: {name}; pip install ")
+    assert found["libcuda.so.1"].startswith("there is no NVIDIA driver")
+    # Without these onnxruntime starts, as without cuDNN, which the stand-in does not have.
+    for name in ("", "libnvrtc.so.13", "libcufft.so.12"):
+        assert found[name] in ("", "elsewhere")
+    assert "supports CUDA 12, and onnxruntime" in record["old"]
+    assert "offers no GPU (cuInit answered 100)" in record["none"]
+
+
+def require_sound(name: str, found: dict[str, Any]) -> None:
+    """Nodes of sizes alone on the CPU, nothing leaked, one line without memory."""
+    others = {
+        graph: rest for graph, nodes in found["on_cpu"].items() if (rest := {*nodes} - OF_SIZES)
+    }
+    assert (name, others) == (name, {})
+    assert (name, found["leaked"]) == (name, 0)
+    assert {*found["ends"]} == {"AllocationError in 1 line"}, name
+
+
+def test_every_variant_runs_on_the_device(record: dict[str, Any]) -> None:
+    found = dict(variants(record))
+    assert len(found) == 5
+    for name, each in found.items():
+        require_sound(name, each)
+
+
+def test_a_step_copies_and_waits_as_often_as_documented(record: dict[str, Any]) -> None:
+    """docs/performance.md has the table; these are what a search waits for."""
+    for name, found in variants(record):
+        for search, calls in found.get("steps", {}).items():
+            # The two outputs of a ranking, and its normaliser.
+            most = 3 if "cuda-" in name and search != "sampling" else 1
+            assert (name, search, calls["to_host"]) == (name, search, most)
+            assert calls["to_device"] <= (4 if "cuda-" in name else 14), name
+            assert calls["syncs"] <= 12, name
+            assert calls["mallocs"] == 0, name
+
+
+def test_short_memory_halves_the_rows(record: dict[str, Any]) -> None:
+    answered, first, *tried = record["halved"]
+    assert answered == 256
+    assert max(tried) > min(tried)
+    assert first == 1
+
+
+@pytest.mark.skipif(os.environ.get("FUZZ") != "long", reason="FUZZ=long tries all types")
+def test_every_imported_type_runs_on_the_device(run: Run, tmp_path: Path) -> None:
+    import copy
+
+    from tests.build_model.importing.huggingface.drawn import TYPES, Drawn
+    from tests.export.conftest import graphs_of, written
+
+    folders = []
+    for kind in TYPES:
+        model = Drawn(kind, 0, tmp_path / "theirs" / kind, depth=1).ours.float()
+        for variant in VARIANTS:
+            folder = tmp_path / f"{kind}-{variant}"
+            folder.mkdir()
+            bundle = written(folder, copy.deepcopy(model), variant, graphs_of(model, variant))
+            (folder / "manifest.pickle").write_bytes(pickle.dumps(bundle.manifest))
+            folders.append(folder)
+    for name, found in variants(run(*folders)):
+        require_sound(name, found)
