@@ -131,7 +131,7 @@ def calls_of_a_step(
 
 
 def run_variant(device: Simulated, bundle: Bundle, variant: Variant) -> dict[str, Any]:
-    """Opens and runs a variant; what it leaves to the CPU, what a step costs, what leaks."""
+    """Opens and runs a variant: nodes on the CPU, calls of a step, leaked bytes."""
     model = open_model(bundle, variant, DEVICE)
     used(model)
     found: dict[str, Any] = {"on_cpu": nodes_on_cpu(model)}

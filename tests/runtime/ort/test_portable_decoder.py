@@ -128,7 +128,7 @@ def test_what_onnxruntime_says_of_memory_is_understood(
         def __init__(self, session: Any) -> None:
             self.io_binding = session.io_binding
 
-        def run_with_iobinding(self, binding: Any) -> None:
+        def run_with_iobinding(self, binding: Any, options: Any) -> None:
             raise kind(said)
 
     runner: Any = decoder._runners["encoder"]
