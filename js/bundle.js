@@ -151,6 +151,7 @@ async function sha256(content) {
   return Array.from(digest, (byte) => byte.toString(16).padStart(2, "0")).join("");
 }
 
+const MOST_NUMBERS = 2 ** 28; // of a state before the first token
 // Roles of inputs and outputs of the graphs that are run here.
 const ROLES = {
   encoder: [["source", "source_mask"], ["cross", "hidden", "logits", "head"]],
@@ -171,7 +172,12 @@ function defect(name, { inputs, outputs }) {
   if (name === "decoder" && !given.every((role) => has(outputs, role))) return "graph decoder lacks logits or present";
   const ranks = { logits: 3, past: 4, present: 4, cross: 4, target: 2, source: 2 };
   const odd = [...inputs, ...outputs].find(({ role, shape }) => Object.hasOwn(ranks, role) && shape.length !== ranks[role]);
-  return odd ? `${odd.name} has ${odd.shape.length} dimensions` : "";
+  if (odd) return `${odd.name} has ${odd.shape.length} dimensions`;
+  const sizes = [...inputs, ...outputs].flatMap(({ role, shape }) =>
+    role === "logits" ? [shape[2]] : role === "past" ? [shape[1], shape[3], shape[1] * shape[3] * (Number(shape[2]) || 1)] : [],
+  );
+  const wrong = sizes.find((size) => !(size <= MOST_NUMBERS));
+  return wrong === undefined ? "" : `graph ${name} has a size of ${shown(wrong)}, expected a number up to ${MOST_NUMBERS}`;
 }
 
 function shown(value) {

@@ -1,5 +1,6 @@
 // The portable graphs of a generating model: tokens in, logits out, the cache as a value.
 
+import { InputError } from "../errors.js";
 import { tensor } from "./graph.js";
 
 // Sources and prompts are padded to a multiple of these, as in Python: the last bits depend on it.
@@ -125,6 +126,9 @@ export class Decoder {
       inputs.source_mask = [this.#mask(lengths, size)];
     } else inputs.past_mask = [this.#mask(lengths, size, own)];
     const [[scores], present] = await this.graphs.decoder.run(inputs, "logits", "present");
+    if (scores.data.length !== tokens.length * this.vocabulary) {
+      throw new InputError("the decoder gives other logits than manifest.json says; export the bundle again");
+    }
     let [row, first] = [0, 0];
     return all.map(({ tokens: given, state }) => {
       const logits = given.map((_, place) =>

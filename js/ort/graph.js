@@ -79,7 +79,11 @@ export class Graph {
     );
     const running = this.session.run(feeds, names.flat());
     this.#running.add(running);
-    const results = await running.finally(() => this.#running.delete(running));
+    const results = await running
+      .finally(() => this.#running.delete(running))
+      .catch((error) => {
+        throw new InputError(`${this.spec.file} cannot be run (${error.message}); export the bundle again`, { cause: error });
+      });
     return names.map((each) => each.map((name) => results[name]));
   }
 

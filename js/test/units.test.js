@@ -178,6 +178,12 @@ test("graphs of another form are refused when they are chosen", () => {
     [{ encoder: GRAPH }, /lacks inputs source/],
     [{ encoder: { ...GRAPH, inputs: [spec("source"), spec("source_mask"), spec("past")] } }, /past of role past/],
     [{ encoder: { ...GRAPH, inputs: [spec("source", "int64", []), spec("source_mask")] } }, /source has 0 dimensions/],
+    [
+      {
+        encoder: { ...GRAPH, inputs: [spec("source"), spec("source_mask")], outputs: [spec("logits", "float32", [1, 1, "v"])] },
+      },
+      /size of "v"/,
+    ],
   ]) {
     const bundle = new Bundle({}, { ...MANIFEST, variants: { portable: { graphs } } });
     assert.throws(() => bundle.variant("portable"), message);
@@ -214,6 +220,24 @@ test("a text that a tokenizer cannot encode is an error of its row", () => {
   const opened = openTokenizer(settings, { "huggingface.json": content });
   assert.deepEqual(encodeRow("a", opened, { positions: 8 }).ids, [3, 2]);
   assert.throws(() => encodeRow("b", opened, { positions: 8 }), { kind: "tokenizer" });
+});
+
+test("a tokenizer of another form is refused", () => {
+  const special = { pad_id: 0, bos_id: 1, eos_id: 2, before: [], after: [2], mask_id: null };
+  const settings = { format_version: 1, kind: "tokenizers", special, vocabulary_size: 9 };
+  const model = { type: "WordLevel", vocab: { a: 3 }, unk_token: "a" };
+  for (const wrong of [
+    { model: null },
+    { model: { ...model, vocab: null } },
+    { model, normalizer: { type: "Precompiled", precompiled_charsmap: "?" } },
+    { model, pre_tokenizer: { type: "Split", pattern: { Regex: "(a" }, behavior: "Isolated" } },
+    { model, decoder: [] },
+  ]) {
+    const content = new TextEncoder().encode(JSON.stringify(wrong));
+    const refused = (error) => error instanceof InputError || error instanceof UsageError;
+    assert.throws(() => openTokenizer(settings, { "huggingface.json": content }), refused, JSON.stringify(wrong));
+  }
+  assert.throws(() => openTokenizer({ ...settings, special: { ...special, after: [-1] } }, {}), /special.after\[0\]/);
 });
 
 test("a truncated text keeps its end where its tokenizer says so", () => {

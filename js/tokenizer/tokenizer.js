@@ -66,7 +66,8 @@ export function openTokenizer(settings, contents, other) {
     made.decode(tried(made));
     return made;
   } catch (error) {
-    if (!(error instanceof TypeError || error instanceof SyntaxError || error instanceof RangeError)) throw error;
+    const kinds = ["TypeError", "SyntaxError", "RangeError", "InvalidCharacterError"];
+    if (!kinds.includes(error.name)) throw error;
     throw new InputError(`${names.join(" or ")} cannot be read (${error.message}); export the bundle again`);
   }
 }
