@@ -120,7 +120,7 @@ def score(**options: Any) -> None:
 @main.command(
     epilog="""\b
 Examples:
-  transferry merge test.de.1.jsonl test.de.2.jsonl test.de.3.jsonl -o test.de.jsonl
+  transferry merge de.1.jsonl de.2.jsonl de.3.jsonl -o de.jsonl
   transferry merge embeddings.*.npy -o embeddings.npy
 """
 )
@@ -217,7 +217,7 @@ def sign(
     epilog="""\b
 Examples:
   transferry page bundles/ende --out site
-  transferry page bundles/ende --out site --title "English to German" --no-webgpu
+  transferry page bundles/ende --out site --title "To German" --no-webgpu
   transferry page bundles/ende --out site --variant portable-int8
 """
 )

@@ -172,7 +172,7 @@ def export_all(run: Path, names: list[str], folder: Path, calibrate: list[str]) 
 
 
 def save(checkpoint: Checkpoint, place: Path) -> None:
-    """Writes a run as training leaves it."""
+    """Writes a checkpoint as training leaves it."""
     run = place / "run"
     (run / "checkpoints").mkdir(parents=True)
     saved.save_config(run, checkpoint.model.config, checkpoint.config)

@@ -65,7 +65,7 @@ class Comparison:
         if self.bundle.manifest.model != self.checkpoint.model.config.to_dict():
             raise UsageError(
                 f"{arguments.bundle} must be an export of {arguments.run}, found another model; "
-                "give its run"
+                "give its checkpoint"
             )
         self.positions = int(self.bundle.manifest.model["max_positions"])
         if arguments.fixed_length:

@@ -35,6 +35,7 @@ from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.manifest import MANIFEST, Manifest
 from transferry.runtime.bundle.specs import PORTABLE, REFERENCE, Variant
 from transferry.runtime.decoding.generation_options import options_of_json
+from transferry.runtime.errors import LOG
 from transferry.runtime.io.atomic import atomic_file
 from transferry.runtime.io.folders import replace_folder, staged_folder
 from transferry.runtime.io.sealed_folder import FileRecord
@@ -42,6 +43,7 @@ from transferry.runtime.io.whole import sha256
 from transferry.runtime.precision import FLOAT32, Precision
 from transferry.runtime.proof.compare import Tolerance
 from transferry.runtime.proof.recorded import Reference
+from transferry.runtime.tables import counted
 
 ANSWER_LENGTH = 64  # most tokens of an answer that an encoder-decoder is calibrated on
 # Bytes of weights from which on they are mapped: reading mapped weights again and again takes a
@@ -80,7 +82,7 @@ def export_bundle(
     force: bool = False,
     traces: Traces | None = None,
     prove: Proof = prove_variant,
-    say: Say = lambda line: None,
+    say: Say = LOG.info,
     done: Done = lambda phase, done, total: None,
 ) -> Bundle:
     """Exports a checkpoint as a verified bundle; the same inputs and versions give the same bytes.
@@ -112,7 +114,7 @@ def export_bundle(
     with staged_folder(out) as folder, _mapped_if_large(checkpoint.model, folder.parent):
         calibration = None
         if contents.calibrate:
-            say(f"calibrating on {len(contents.calibrate)} sentences")
+            say(f"calibrating on {counted(len(contents.calibrate), 'sentence')}")
             calibration = calibrated(checkpoint, contents.calibrate)
             end_phase(checkpoint.model)
         making = _Making(checkpoint, folder, calibration, traces or Traces(), say)

@@ -104,8 +104,8 @@ def given_search(options: Mapping[str, Any]) -> dict[str, Any]:
 @command(
     epilog="""\b
 Examples:
-  transferry verify bundles/ende --checkpoint runs/ende --text test.en.gz --certify 2026-11-21
-  transferry verify bundles/ende --checkpoint runs/ende --text text.en --self-test
+  transferry verify bundles/ende --checkpoint runs/ende --text test.en --certify
+  transferry verify bundles/ende --checkpoint runs/ende --self-test
   transferry verify bundles/ende --json        # on a host without torch
 """
 )
@@ -268,7 +268,7 @@ def report(records: tuple[Path, ...], output: Path) -> None:
     epilog="""\b
 Examples:
   transferry audit onnx/opus-en-de --reference opus-en-de --text test.en
-  transferry audit onnx/gpt2 --reference gpt2 --text test.en --plant --atol 1e-3
+  transferry audit onnx/gpt2 --reference gpt2 --text a.txt --plant --atol 1e-3
   transferry audit model.onnx --reference mymodel:audited --junit audit.xml
 """
 )

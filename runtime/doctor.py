@@ -23,7 +23,7 @@ from transferry.runtime.installation import (
     onnxruntime_fault,
 )
 from transferry.runtime.io.folders import temporary_folder
-from transferry.runtime.tables import table
+from transferry.runtime.tables import wrapped, wrapped_table
 
 # y = a b, float32 [n, n], opset 17, IR version 8. Serialised, because the runtime does not need the
 # onnx package; a test builds the same bytes with onnx.
@@ -76,11 +76,12 @@ def to_text(checks: Sequence[Check]) -> str:
     """Returns the checks as a table, and the remedies below it."""
     rows = [(check.name, check.status, check.found) for check in checks]
     remedies = [f"to fix {check.name}: {check.remedy}" for check in checks if check.remedy]
+    remedies = [each if "pip install" in each else wrapped(each) for each in remedies]
     if any("pip install" in remedy for remedy in remedies):
         remedies.append(
             "without a package index: add --no-index --find-links and a folder of wheels"
         )
-    return "\n".join([table(("check", "status", "found"), rows), *remedies])
+    return "\n".join([wrapped_table(("check", "status", "found"), rows), *remedies])
 
 
 def check_cpu() -> Check:

@@ -4,9 +4,12 @@ A message says what was expected, what was found and what to do; `cli.main` prin
 traceback and exits with `exit_code`.
 """
 
+import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+# Notes of functions that a program calls; a command prints them on stderr instead.
+LOG = logging.getLogger("transferry")
 _ROOT = Path(__file__).parent.parent
 
 

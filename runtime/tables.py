@@ -18,6 +18,11 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     )
 
 
+def counted(number: int, noun: str) -> str:
+    """Returns a number with its noun, such as "1 row" and "2,000 rows"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def wrapped(text: str, first: str = "", rest: str = "  ") -> str:
     """Wraps prose at column 80, between words only; `first` and `rest` indent its lines."""
     return textwrap.fill(
@@ -27,6 +32,18 @@ def wrapped(text: str, first: str = "", rest: str = "  ") -> str:
         break_long_words=False,
         break_on_hyphens=False,
     )
+
+
+def wrapped_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Formats rows as `table` does, the words of the last column wrapped at column 80."""
+    columns = list(zip(header, *rows, strict=True))[:-1]
+    room = WIDTH - sum(max(len(str(cell)) for cell in column) + 2 for column in columns)
+    lines: list[list[object]] = []
+    for *cells, last in rows:
+        parts = textwrap.wrap(str(last), room, break_long_words=False, break_on_hyphens=False)
+        lines += [[*cells, part] for part in parts[:1] or [""]]
+        lines += [[*("" for _ in cells), part] for part in parts[1:]]
+    return table(header, lines)
 
 
 def facts(rows: Iterable[tuple[str, str]]) -> str:

@@ -1,4 +1,4 @@
-"""Who may import whom, held over the sources as text and over what an import really loads."""
+"""Who may import whom, held over the sources as text and over what an import loads."""
 
 import ast
 import re
@@ -29,7 +29,7 @@ STILL_OVERSIZED = {
 }
 
 # Training shares these with the runtime: it reads the same files, raises the same errors, keeps
-# its settings in the same way and writes the very tokenizer that the runtime reads.
+# its settings in the same way and writes the tokenizer that the runtime reads.
 SHARED = (
     *("runtime.errors", "runtime.io", "runtime.settings", "runtime.stopping"),
     *("runtime.tokenizer", "runtime.bundle.card", "runtime.bundle.head"),

@@ -40,7 +40,7 @@ def read_tokenizer(
             of an encoder-decoder ends with eos, one of an encoder is between bos and eos.
 
     Raises:
-        InputError: There is no tokenizer that can be read, or it lacks a special token.
+        InputError: No tokenizer can be read, or it lacks a special token.
         UsageError: The library is not installed.
     """
     if path.is_dir() and (is_bundle(path) or is_checkpoint(path)):

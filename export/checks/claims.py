@@ -43,7 +43,7 @@ from transferry.runtime.proof.recorded import RECORDED, RecordedSearch, Referenc
 from transferry.runtime.proof.report import Claim
 from transferry.runtime.tokenizer.special_tokens import SETTINGS_FILE
 
-MAX_LENGTH = 256  # where a run says nothing else
+MAX_LENGTH = 256  # where a checkpoint says nothing else
 CROSSING = 8  # of so many scores one may have crossed a border of int8 elsewhere alone
 CASE = ("source", "mask", "target", "past", "kept")  # what decides the tensors of a case
 # Both sides are float64: no rounding in float32 excuses it.

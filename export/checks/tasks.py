@@ -84,7 +84,7 @@ OTHERWISE: Mapping[str, Sequence[Mapping[str, Any]]] = {
 }
 SPECIAL = "special"  # rows of the main task that are no line of the text
 WINDOW = "window"  # further windows of rows
-QUERY = "query"  # rows of the other side of a search
+QUERY = "query"  # of the other side of a search
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from transferry.runtime.proof.report import Claim
 
 WEIGHTS = "weights"  # name of the claim
 ANOTHER = "was not exported from this checkpoint"
-UNLIKE = "holds a weight unlike the checkpoint's"
+UNLIKE = "has stored weights unlike the checkpoint's"
 # Kinds of values that an int8 variant stores of its calibration, not of a trained weight.
 CALIBRATED = ("input_scale", "input_zero", "divided_scale", "wide_inputs")
 BLOCK = 1 << 20  # entries compared at once, in float64
@@ -158,7 +158,7 @@ def weights_claim(
     if not (wrong := [key for key in found if found[key]]):
         return Claim(WEIGHTS)
     trained, differing = (sum(map(weights.trained, keys)) for keys in (found, wrong))
-    counted = f"{differing:,} of {trained:,} stored weights differ, first {found[wrong[0]]}"
+    counted = f"{differing:,} of {trained:,} stored weights differ; {found[wrong[0]]}"
     if 2 * differing >= trained:
         remedy = "give the checkpoint that was exported, or export this one"
         return Claim(WEIGHTS, counted, f"{ANOTHER}: {counted}; {remedy}")
@@ -176,7 +176,8 @@ def _problems(
             if (tensor := value.const_value) is None:
                 continue
             if (wanted := weights.find(key)) is not None:
-                yield key, _difference(f"{name}: {key}", *wanted, tensor.numpy())
+                place = f"{key.removeprefix('model.')} in graph {name}"
+                yield key, _difference(place, *wanted, tensor.numpy())
             elif tensor.nbytes >= SMALLEST:
                 yield key, f"{name}: {key} is no weight of the checkpoint"
             weights.release()
@@ -228,6 +229,6 @@ def _difference(place: str, wanted: Tensor, slack: float, found: NDArray[Any]) -
         return ""
     at = [int(index) for index in np.unravel_index(first, found.shape)]
     return (
-        f"{place}{at} is {float(values[first]):.9g}, the checkpoint gives "
-        f"{float(flat[first]):.9g}; {count:,} of {found.size:,} entries differ"
+        f"{count:,} of {found.size:,} entries of {place} differ, first {at}: "
+        f"{float(values[first]):.9g} in place of {float(flat[first]):.9g}"
     )

@@ -57,6 +57,12 @@ def cells(
     return rows, [name for name in ordered if name in named], worst
 
 
+def place_name(column: str) -> str:
+    """Returns the words for a column: the encoder, the text, or a number of tokens."""
+    named = {ENCODER: "from the encoder", TEXT: "on text", "1": "after 1 token"}
+    return named.get(column, f"after {column} tokens")
+
+
 def _columns(pasts: Sequence[int]) -> dict[int, str]:
     """Groups lengths of the cache, so that few columns are left; returns the name of each."""
     first = [past for past in pasts if past < 2]  # the first steps stay apart
@@ -86,7 +92,7 @@ def draw(name: str, rows: Sequence[str], columns: Sequence[str], worst: Cells, l
                 share = worst[row, column]
                 colour, opacity = _shade(share / limit)
                 left, top = _LEFT + width * place, _TOP + height * number
-                where = column if column in (ENCODER, TEXT) else f"after {column} tokens"
+                where = place_name(column)
                 parts.append(
                     f"<g><title>{row}, {where}: {_full(share)} times torch’s own</title>"
                     f'<rect x="{left + 0.75:.2f}" y="{top + 0.75:.2f}" width="{width - 1.5:.2f}" '

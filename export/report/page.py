@@ -18,7 +18,10 @@ from transferry.export.report.answers import side_by_side
 from transferry.export.report.heat_map import LAYER
 from transferry.runtime.engine.tasks.fill_mask import FillMask
 from transferry.runtime.errors import InputError
+from transferry.runtime.proof.certificates.strength import is_checkpoint
 from transferry.runtime.proof.report import FIRST_DIFFERENCES, FIRST_FAULTS, SCHEMA, setting_text
+from transferry.runtime.proof.views import confidence_text
+from transferry.runtime.tables import counted
 
 WORST = 20
 MOST_FAILED = 100
@@ -103,10 +106,13 @@ def _view(record: Mapping[str, Any], name: str, prefix: str) -> dict[str, Any]:
         "summary": _summary(record, listed["ties"], wrong),
         "figures": {item.name: _unique(item, prefix) for item in drawn if isinstance(item, Figure)},
         "absent": [item for item in drawn if isinstance(item, str)] + _absent(record),
+        "confidence": confidence_text(record["decisions"], record["settings"]),
+        # Wrong weights leave no origin to search for.
+        "explained": any(item["verdict"] and not record["origin"] for item in record["claims"]),
         "first_layer": None if record["passed"] else _first_layer(record),
-        # Only a verification of the portable graphs against the run searches for an origin.
+        # Only a verification of the portable graphs against the checkpoint searches for an origin.
         "searchable": record["settings"].get("variant") != "portable"
-        or record["settings"].get("against") != "the run",
+        or not is_checkpoint(record["settings"].get("against")),
         "worst": sorted(record["comparisons"], key=_share, reverse=True)[:WORST],
         "failed": [item for item in record["comparisons"] if item["fault"]],
         "ties": listed["ties"],
@@ -148,7 +154,7 @@ def _first_layer(record: Mapping[str, Any]) -> str:
         return "The output of the encoder is wrong, and with it all that follows."
     if layers:
         layer = min(int(match[2]) for match in layers)
-        before = "" if not layer else f"; {_count(layer, 'layer')} before it agree with torch"
+        before = "" if not layer else f"; {counted(layer, 'layer')} before it agree with torch"
         cell = any(match[3] == "cell" for match in layers)
         what = "the state that it carries" if cell else "keys and values of its cache"
         return f"First failing layer: decoder layer {layer}, {what}{before}."
@@ -194,7 +200,7 @@ def _overview(
 def _agreement(search: Mapping[str, Any]) -> str:
     """Returns how many rows of a search have torch's tokens, and how many a wrong score."""
     wrong = sum(item["wrong_score"] for item in search["defects"])
-    scores = f", {_count(wrong, 'wrong score')}" if wrong else ""
+    scores = f", {counted(wrong, 'wrong score')}" if wrong else ""
     return f"{search['identical']:,} of {search['rows']:,}{scores}"
 
 
@@ -239,10 +245,6 @@ def _share(comparison: Mapping[str, Any]) -> float:
     return float("inf") if error is None or not budget else float(error / budget)
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
 def _summary(
     record: Mapping[str, Any],
     ties: Sequence[Mapping[str, Any]],
@@ -252,7 +254,7 @@ def _summary(
     numbers = []
     if comparisons := record["comparisons"]:
         worst, factor = max(map(_share, comparisons)), record["tolerance"]["factor"]
-        tensors = _count(len(comparisons), "tensor")
+        tensors = counted(len(comparisons), "tensor")
         value, label = f"{_ratio(worst * factor)} of {factor:g}", "allowed: the worst"
         if not np.isfinite(worst):
             value, label = "not finite", "the worst"
@@ -265,11 +267,11 @@ def _summary(
         identical = sum(item["identical"] for item in decisions)
         tolerated = sum(len(item["tolerated"]) for item in decisions)
         scores = sum(item["wrong_score"] for each in decisions for item in each["defects"])
-        label = f"rows token for token; {_count(len(ties), 'tie')}, {len(wrong):,} wrong"
+        label = f"rows token for token; {counted(len(ties), 'tie')}, {len(wrong):,} wrong"
         if tolerated:
             label += f", {tolerated:,} within the precision’s tolerance"
         if scores:
-            label += f". {_count(scores, 'row')} with the right tokens and a wrong score"
+            label += f". {counted(scores, 'row')} with the right tokens and a wrong score"
         failed = not all(item["passed"] for item in decisions)
         numbers.append((f"{identical:,} of {rows:,}", label, failed))
     if record["self_test"]:
@@ -295,14 +297,14 @@ def _heat_map(record: Mapping[str, Any]) -> Figure | str:
     if not rows:
         return "Error by layer and step: no cache was compared; an encoder-only model has none."
     (row, column), largest = max(worst.items(), key=lambda item: item[1])
-    where = {"encoder": "from the encoder", "text": "on text"}.get(column, f"after {column} tokens")
     beyond = sum(value > factor for value in worst.values())
     text = (
         "Worst error of the keys and values of each layer’s cache and of the logits, in units of "
-        f"torch’s own; {factor:g} passes. The largest is {_ratio(largest)}: {row}, {where}."
+        f"torch’s own; {factor:g} passes. The largest is {_ratio(largest)}: {row}, "
+        f"{heat_map.place_name(column)}."
     )
     if beyond:
-        text += f" {_count(beyond, 'cell')} of {len(worst)} beyond the limit."
+        text += f" {counted(beyond, 'cell')} of {len(worst)} beyond the limit."
     svg = heat_map.draw("heat-map", rows, columns, worst, factor)
     return Figure("heat-map", "Error by layer and step", svg, text)
 
@@ -316,7 +318,7 @@ def _ratios(record: Mapping[str, Any]) -> Figure | str:
         _ratio(value) for value in np.quantile(shares, [0.5, 0.99, 1.0]) * factor
     )
     text = (
-        f"Of {_count(len(shares), 'tensor')}, the median is {middle} times torch’s own error, 99 "
+        f"Of {counted(len(shares), 'tensor')}, the median is {middle} times torch’s own error, 99 "
         f"of 100 lie within {most} and the largest is {largest}; {factor:g} passes."
     )
     if beyond := sum(share > 1 for share in shares):
@@ -360,12 +362,12 @@ def _growth(record: Mapping[str, Any]) -> Figure | str:
     title = "Error over hidden tokens" if filled else "Error over decoding steps"
     fed = "" if filled else ", each after the tokens that torch chose or was given"
     text = (
-        f"Over {_count(len(known), 'position')}{fed}: the largest error of a logit is "
-        f"{worst['error']:.2e} after {_count(worst['step'], 'token')}, torch’s own there {own[0]}; "
-        f"at the last position {last['error']:.2e}, torch’s own {own[1]}."
+        f"Over {counted(len(known), 'position')}{fed}: the largest error of a logit is "
+        f"{worst['error']:.2e} after {counted(worst['step'], 'token')}, torch’s own there "
+        f"{own[0]}; at the last position {last['error']:.2e}, torch’s own {own[1]}."
     )
     if gaps := len(record["growth"]) - len(known):
-        text += f" {_count(gaps, 'position')} without a finite error, not drawn."
+        text += f" {counted(gaps, 'position')} without a finite error, not drawn."
     axis = f"{'hidden ' if filled else ''}tokens before the position"
     return Figure("growth", title, figures.growth(known, axis), text)
 
@@ -376,17 +378,17 @@ def _margins(record: Mapping[str, Any], ties: Sequence[Mapping[str, Any]]) -> Fi
         return "Token margins: no text was given, so no token was chosen."
     counts, edges, error = margins["counts"], margins["edges"], margins["error"]
     closest = _scientific(margins["smallest"])
-    text = f"{_count(sum(counts), 'choice')}; the closest is {closest} nats. "
+    text = f"{counted(sum(counts), 'choice')}; the closest is {closest} nats. "
     if error is None:
         text += "A logit is not finite, so nothing limits what rounding could decide."
     else:
         reached = sum(count for count, edge in zip(counts, edges, strict=False) if edge < 2 * error)
         text += (
             f"Logits are off by up to {error:.2e} nats, so rounding could decide below "
-            f"{2 * error:.2e}: {_count(reached, 'choice')} in the bins that reach so low."
+            f"{2 * error:.2e}: {counted(reached, 'choice')} in the bins that reach so low."
         )
     marked = [tie["margin"] for tie in ties if tie["margin"] is not None]
-    text += f" {_count(len(marked), 'proven tie')} marked." if marked else " No ties."
+    text += f" {counted(len(marked), 'proven tie')} marked." if marked else " No ties."
     return Figure("margins", "How clear the choices were", figures.margins(margins, marked), text)
 
 

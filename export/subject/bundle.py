@@ -21,6 +21,7 @@ from transferry.runtime.bundle.specs import Variant
 from transferry.runtime.ort.open_model import ServedModel, open_model
 from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.precision import FLOAT32, Precision
+from transferry.runtime.proof.certificates.strength import CHECKPOINT
 from transferry.runtime.proof.one_graph import OneGraph
 
 
@@ -109,7 +110,7 @@ class BundleSubject(CopiedSubject[Any]):
             **self.model.describe(),
             "torch": torch.__version__,
             "onnx": onnx.__version__,
-            "against": "the run",
+            "against": CHECKPOINT,
             "run_sha256": self.checkpoint.sha256,
             **({} if head is None else {"task": head.task}),
         }

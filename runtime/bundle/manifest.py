@@ -75,7 +75,7 @@ class Manifest:
             ("model", f"{self.architecture}: {layers}, width {model['d_model']}"),
             ("", f"vocabulary {model['vocabulary_size']:,}, positions {model['max_positions']:,}"),
             ("made by", _named(self.versions)),
-            ("files", f"{len(self.files)}, {size / 1e6:,.1f} MB, as the manifest has them"),
+            ("files", f"{len(self.files)}, {size / 1e6:,.1f} MB, as listed in the manifest"),
             ("generation", _named(self.generation) or "greedy"),
         ]
         if extras:

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import click
 
+from transferry.runtime.proof.certificates.strength import FORMER
 from transferry.runtime.settings import check_value, field_helps, field_types
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -34,8 +35,8 @@ class Required(click.Choice[str]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Turns a switch into a strength."""
         if isinstance(value, bool):
-            return "run" if value else None
-        return super().convert(value, param, ctx)
+            return "checkpoint" if value else None
+        return super().convert(FORMER.get(value, value), param, ctx)
 
 
 class Switch(click.Choice[str]):

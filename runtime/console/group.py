@@ -291,7 +291,7 @@ class Commands(click.Group):
                 raise
             message = f"{context.invoked_subcommand} needs {error.name}, which is not installed"
             # A page needs no torch, so it can be made on a host that serves.
-            extra = "report" if error.name == "jinja2" else "export"
+            extra = "report" if error.name in ("jinja2", "matplotlib") else "export"
             raise Failure(f"{message}; {install_command(extra)}", UsageError.exit_code) from error
         except (MemoryError, ImportError, RuntimeError) as error:
             if (told := out_of_memory(error)) is None:

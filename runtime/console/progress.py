@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,14 +24,14 @@ from transferry.runtime.errors import BadRowsError
 from transferry.runtime.io.outputs import STANDARD_STREAM
 from transferry.runtime.jobs.formats.remote_file import RemoteFile
 from transferry.runtime.stopping import at_stop
-from transferry.runtime.tables import printable
+from transferry.runtime.tables import counted, printable
 
 if TYPE_CHECKING:
     from transferry.runtime.jobs.job import Job
     from transferry.runtime.jobs.summary import Summary
 
-# Seconds between two updates of a bar, and of the time over which a rate is taken: rows come in
-# batches, and the first ones say little of the rest.
+# Seconds between two updates of a bar, and the least time over which a rate is taken: rows come in
+# batches sorted by length and checks differ in cost, so a rate is taken over half the phase.
 SHOW_EVERY, WINDOW = 0.2, 30.0
 # Share of the total from which on the rest is estimated before a window is full, and the least
 # width of a bar: notes that leave it no room are not shown.
@@ -87,6 +88,7 @@ class Progress:
         self._every = SHOW_EVERY if self._terminal else log_every()
         self._shown = 0.0
         self._samples: deque[tuple[float, int]] = deque()
+        self._began = 0.0
 
     def show(
         self,
@@ -110,9 +112,14 @@ class Progress:
             self.close()
             self.phase, self._samples = phase, deque()
             self._shown = 0.0 if self._terminal else now
-        if not self._samples or now - self._samples[-1][0] >= SHOW_EVERY / 2:
+        if not self._samples:
+            self._began = now
+        lasted = now - self._began
+        # A longer phase has coarser samples, a thousand in all.
+        if not self._samples or now - self._samples[-1][0] >= max(SHOW_EVERY / 2, lasted / 2000):
             self._samples.append((now, done))
-        while len(self._samples) > 2 and self._samples[1][0] < now - WINDOW:
+        window = max(WINDOW, lasted / 2)
+        while len(self._samples) > 2 and self._samples[1][0] < now - window:
             self._samples.popleft()
         last = self._terminal and done == total
         if now - self._shown < self._every and not last:
@@ -127,7 +134,7 @@ class Progress:
             self._tell(line, phase=phase, done=done, total=total)
 
     def _pace(self, now: float, done: int, total: int | None, seconds_left: float) -> Iterator[str]:
-        """Yields the rate of the last half minute, and the time that is left at that rate."""
+        """Yields the rate of the last half of the phase, and the time that is left at that rate."""
         began, first = self._samples[0]
         if now - began < 1 or done <= first:
             return
@@ -168,9 +175,10 @@ class Progress:
         self._bar.n = done
         self._bar.refresh()
 
-    def close(self) -> None:
-        """Ends the line of a bar."""
+    def close(self, *, interrupted: bool = False) -> None:
+        """Removes the bar, which says nothing of a finished phase; one interrupted stays."""
         if self._bar is not None:
+            self._bar.leave = interrupted
             self._bar.close()
             self._bar = None
 
@@ -183,7 +191,7 @@ def progress(quiet: bool, unit: str = "") -> Iterator[Callable[..., None]]:
         return
     shown = Progress(unit)
     try:
-        with at_stop(shown.close):
+        with at_stop(partial(shown.close, interrupted=True)):
             yield shown.show
     finally:
         shown.close()
@@ -192,8 +200,6 @@ def progress(quiet: bool, unit: str = "") -> Iterator[Callable[..., None]]:
 @contextlib.contextmanager
 def _watching(job: Job, *, stdin: bool, quiet: bool) -> Iterator[Callable[[Summary], None]]:
     """Shows how far a job is; the rows of stdin are not counted."""
-    from transferry.runtime.jobs.summary import counted
-
     total = None if stdin or quiet else job.count()
     with progress(quiet, "rows") as show:
 
@@ -217,8 +223,9 @@ def run_job(job: Job, options: Mapping[str, Any]) -> None:
         _show_estimate(job, as_json=options["as_json"])
         return
     if not job.engine.certificate.startswith("none"):
-        # OUT.summary.json has the whole hashes.
-        short = re.sub(r"\b([0-9a-f]{12})[0-9a-f]{52}\b", r"\1…", job.engine.certificate)
+        # OUT.summary.json has the cell and the whole hashes.
+        short = re.sub(r" \([^()]*\)", "", job.engine.certificate)
+        short = re.sub(r"\b([0-9a-f]{12})[0-9a-f]{52}\b", r"\1…", short)
         teller(quiet)(f"certificate {short}")
     settings = {name: _plain(value) for name, value in options.items() if name not in OF_ONE_CALL}
     command = f"continue with: {click.get_current_context().meta[COMMAND_LINE]}"
@@ -253,8 +260,6 @@ def show_summary(out: Path, summary: Summary, *, quiet: bool, as_json: bool) -> 
 
     Raises BadRowsError if rows hold an error.
     """
-    from transferry.runtime.jobs.summary import counted
-
     if not quiet:
         say(f"{out} was finished before: {summary}" if summary.finished_before else str(summary))
         if marks := summary.marks():

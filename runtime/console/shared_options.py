@@ -272,9 +272,9 @@ job_options = together(
         panel=PROOF,
         type=Required(STRENGTHS[::-1]),
         is_flag=False,
-        flag_value="run",
+        flag_value="checkpoint",
         help="Exit with 4 unless a certificate covers variant, settings, search and batches, and "
-        "is at least that strong. Default strength: run.",
+        "is at least that strong. Default strength: checkpoint.",
     ),
     TRUSTED_KEYS,
     fields_as_options(RayOptions, panel=RAY),

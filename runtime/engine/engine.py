@@ -38,7 +38,7 @@ class Engine(OpenBundle):
         if not isinstance(bundle, Bundle):
             found = type(self).load(bundle, *opened, **settings)
             bundle, opened = found.bundle, tuple(found.models)
-            settings = {name: getattr(found, name) for name in ("replicas", "batches")}
+            settings = {name: getattr(found, name) for name in ("replicas", "batches", "progress")}
             settings |= {"certificate": found.certificate, "required": found.required}
         super().__init__(bundle, *opened, **settings)
 

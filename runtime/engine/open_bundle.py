@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from operator import length_hint
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar, cast
 
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.specs import Variant
@@ -29,7 +30,7 @@ from transferry.runtime.engine.preprocess import (
 )
 from transferry.runtime.engine.prompts import Encodable, Prompt, encode_prompt
 from transferry.runtime.engine.repeats import Repeats
-from transferry.runtime.engine.result import Results
+from transferry.runtime.engine.result import Results, with_bar
 from transferry.runtime.engine.worker_pool import Answer, Input, Worker, batch_worker, in_order
 from transferry.runtime.errors import Option, ParityError, UsageError, require
 from transferry.runtime.hardware import usable_cores
@@ -44,7 +45,7 @@ from transferry.runtime.proof.certificates.standing import (
     require_task,
     standing,
 )
-from transferry.runtime.proof.certificates.strength import STRENGTHS, Strength
+from transferry.runtime.proof.certificates.strength import FORMER, STRENGTHS, Strength
 from transferry.runtime.proof.recorded import verify_recorded
 from transferry.runtime.proof.report import ParityReport
 from transferry.runtime.settings import check_value, field_types, hint, shown
@@ -71,6 +72,7 @@ class OpenBundle:
         batches: BatchOptions | None = None,
         certificate: str = "not looked for",
         required: Sequence[Certificate] = (),
+        progress: bool = False,
     ) -> None:
         """Combines a bundle with opened models; `load` opens a folder.
 
@@ -81,6 +83,7 @@ class OpenBundle:
             batches: Limits on a batch. Default: depends on the variant.
             certificate: Citation of the certificate, for reports.
             required: Certificates that must cover every search.
+            progress: Show a progress bar for each call.
         """
         check_value("replicas", replicas, Few)
         require(replicas >= 1, "replicas", "at least 1", replicas)
@@ -90,6 +93,7 @@ class OpenBundle:
         self.batches = batches or models[0].batches
         self.certificate = certificate
         self.required = required
+        self.progress = progress
         self._waiting: Callable[[int], None] = _nothing
         self.max_positions = int(bundle.manifest.model["max_positions"])
         tokenizer = bundle.tokenizer
@@ -112,6 +116,7 @@ class OpenBundle:
         require_signatures: int = 1,
         prove: Callable[[Bundle, ServedModel], ParityReport] = verify_recorded,
         special_tokens: Literal["as-text", "as-tokens"] = "as-text",
+        progress: bool = False,
         **session: Any,
     ) -> Self:
         """Opens a bundle.
@@ -127,16 +132,17 @@ class OpenBundle:
             replicas: Concurrent batches per device. Default: on the CPU the cores divided by
                 threads, on CUDA one (docs/performance.md).
             batches: Limits on a batch. Default: depends on the variant.
-            require_certificate: Least strength of a certificate for this way of computing: "run"
-                (or True) against the checkpoint, "run without fresh graphs" against its answers
-                and weights alone, "recorded" against the recorded answers. Larger batches than
-                were verified are not computed, other searches refused.
+            require_certificate: Least strength of a certificate for this way of computing:
+                "checkpoint" (or True), "checkpoint without fresh graphs", that is its answers and
+                weights alone, or "recorded", the recorded answers. Larger batches than were
+                verified are not computed, other searches refused.
             trusted_key: PEM file of the public key that must have signed the required certificate,
                 or files of several.
             require_signatures: Number of the trusted keys that must have signed it.
             prove: Verifies, on this machine, a bundle that was verified on another.
             special_tokens: Meaning of text that looks like a special token, such as "</s>": text,
                 or as in transformers that token. Chats and token ids are read alike in both.
+            progress: Show a progress bar of the rows for each call, on stderr or in a notebook.
             **session: Fields of SessionOptions that override `options`, such as `provider="cuda"`;
                 `device="cuda:1"` names provider and GPU as torch does.
 
@@ -148,7 +154,8 @@ class OpenBundle:
         """
         if trusted_key and not require_certificate:
             raise UsageError("--trusted-key has no effect without --require-certificate")
-        strength = "run" if require_certificate is True else require_certificate or None
+        least = "checkpoint" if require_certificate is True else require_certificate or None
+        strength = cast("Strength | None", FORMER.get(str(least), least))
         if strength is not None and strength not in STRENGTHS:
             expected = ", ".join(STRENGTHS)
             raise UsageError(Option("require_certificate"), f" must be one of {expected}")
@@ -174,7 +181,7 @@ class OpenBundle:
             batches = _covered(batches, models[0].batches, required)
         named: dict[str, Any] = {"required": required if strength else (), "batches": batches}
         # Devices of one kind have the same certificate.
-        named["certificate"] = "; ".join(dict.fromkeys(citations))
+        named |= {"certificate": "; ".join(dict.fromkeys(citations)), "progress": progress}
         return cls(bundle, *models, replicas=replicas, **named)
 
     def __enter__(self) -> Self:
@@ -360,7 +367,13 @@ class OpenBundle:
         for `key` see `answers`.
         """
         workers = [batch_worker(partial(compute, model)) for model in models] * self.replicas
-        return Results(self.answers(inputs, prepare, workers, self.batches.rows, key))
+        answers = self.answers(inputs, prepare, workers, self.batches.rows, key)
+        return self.results(answers, inputs)
+
+    def results(self, answers: Iterator[Answer], inputs: Iterable[Any]) -> Results[Answer]:
+        """Returns answers as results, with a bar if the engine shows progress."""
+        total = length_hint(inputs) or None
+        return Results(with_bar(answers, total) if self.progress else answers)
 
     @contextmanager
     def watched(self, waiting: Callable[[int], None]) -> Iterator[None]:

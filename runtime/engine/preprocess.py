@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
+from operator import length_hint
 from typing import Any, Generic, Literal, TypeVar, get_args
 
 from transferry.runtime.decoding.generation_options import GenerationOptions
@@ -225,6 +226,19 @@ def too_long(tokens: int, positions: int, about: str = "") -> RowError:
     )
 
 
+class Checked(Iterator[Any]):
+    """Rows with their numbers through a function, and a hint of how many there are."""
+
+    def __init__(self, rows: Iterable[Any], function: Callable[[Any, int], Any]) -> None:
+        self._rows, self._found = rows, map(function, rows, count(1))
+
+    def __next__(self) -> Any:
+        return next(self._found)
+
+    def __length_hint__(self) -> int:
+        return length_hint(self._rows)
+
+
 def checked_texts(texts: Iterable[Any], also: type | tuple[()] = ()) -> Iterator[Any]:
     """Yields texts, or pairs of texts, and errors in the place of other values, such as NaN.
 
@@ -233,10 +247,11 @@ def checked_texts(texts: Iterable[Any], also: type | tuple[()] = ()) -> Iterator
     Raises UsageError for a single text, a dictionary or a table.
     """
     require_several(texts)
-    return (
-        text if isinstance(text, also) else _checked_text(text, number)
-        for number, text in enumerate(texts, start=1)
-    )
+
+    def checked(text: Any, number: int) -> Any:
+        return text if isinstance(text, also) else _checked_text(text, number)
+
+    return Checked(texts, checked)
 
 
 def require_several(texts: Iterable[Any]) -> None:
@@ -259,7 +274,7 @@ def checked_pairs(pairs: Iterable[Any], *, both: bool = False) -> Iterator[Any]:
         return first, no_text(second, number) if both and second is None else second
 
     require_several(pairs)
-    return map(checked, pairs, count(1))
+    return Checked(pairs, checked)
 
 
 def _checked_text(text: Any, number: int) -> Any:

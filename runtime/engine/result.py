@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -165,6 +166,16 @@ class PartsResult(RowResult):
 
     def _answer(self, n_best: int) -> dict[str, Any]:
         return self._error() or {"parts": [part.record(n_best) for part in self.parts]}
+
+
+def with_bar(answers: Iterator[Answer], total: int | None) -> Iterator[Answer]:
+    """Yields answers and counts them in a bar of tqdm, on stderr or in a notebook."""
+    from tqdm.auto import tqdm
+
+    with contextlib.closing(tqdm(total=total, unit=" rows")) as bar:
+        for answer in answers:
+            yield answer
+            bar.update()
 
 
 class Results(Iterator[Answer]):

@@ -23,6 +23,7 @@ from transferry.runtime.precision import Precision
 from transferry.runtime.proof.compare import HEAD, Tolerance, Truth
 from transferry.runtime.proof.recorded import Reference, check_reference
 from transferry.runtime.proof.units import ENTRIES, INT8_STEP, logit_units
+from transferry.runtime.tables import counted
 
 
 class Canary:
@@ -94,8 +95,8 @@ class Canary:
         if difference:
             raise ParityError(
                 f"line {number + 1} is answered differently by the reference (CPU, no "
-                f"optimisation): {difference}. {self.rows - 1} lines before it agreed. Verify the "
-                "bundle on this provider: transferry verify --provider"
+                f"optimisation): {difference}. {counted(self.rows - 1, 'line')} before it agreed. "
+                "Verify the bundle on this provider: transferry verify --provider"
             )
         self.identical += 1
         self.ties += ties

@@ -11,7 +11,7 @@ from typing import Any
 
 from transferry.runtime.jobs.formats.rows import InputRow
 from transferry.runtime.jobs.job import Job
-from transferry.runtime.jobs.summary import counted
+from transferry.runtime.tables import counted
 
 SAMPLE = 256
 
@@ -49,7 +49,7 @@ class Estimate:
         lines = [
             f"{counted(self.rows, 'row')}, about {self.source_tokens:,} tokens to read and "
             f"{self.target_tokens:,} to write, {counted(self.bad_rows, 'error')}",
-            f"{lasts} ({self.rows / max(self.seconds, 1e-9):,.1f} rows/s)",
+            f"{lasts} ({self.rows / self.seconds:,.1f} rows/s)" if self.seconds else lasts,
         ]
         if self.memory is not None:
             lines.append(f"about {self.memory / 1e9:.1f} GB of memory")
@@ -77,7 +77,7 @@ def estimate(job: Job, most: int = SAMPLE) -> Estimate:
         round(each * sum(result.error is not None for result in found)),
         round(each * sum(result.source_tokens for result in found)),
         round(each * sum(result.target_tokens for result in found)),
-        round(each * seconds, 1),
+        round(each * seconds, 3),
         _peak_memory(),
     )
 

@@ -19,7 +19,7 @@ from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.result import RowResult
 from transferry.runtime.engine.tasks.table import TASKS, default_task
 from transferry.runtime.engine.tasks.task import Task
-from transferry.runtime.errors import InputError, Option, TransferryError, UsageError
+from transferry.runtime.errors import LOG, InputError, Option, TransferryError, UsageError
 from transferry.runtime.io.atomic import durable_file, require_writable, standard_output, unwritable
 from transferry.runtime.io.outputs import STANDARD_STREAM, require_own
 from transferry.runtime.io.whole import sha256
@@ -277,14 +277,14 @@ class Job:
         self,
         watch: Callable[[Summary], None] = lambda summary: None,
         *,
-        say: Callable[[str], None] = lambda line: None,
+        say: Callable[[str], None] = LOG.info,
         settings: Mapping[str, Any] | None = None,
     ) -> Summary:
         """Computes every row that is not computed yet.
 
         Args:
             watch: Called with the counts so far: after each row, or by Ray every second.
-            say: Called with notes for the user on an earlier run.
+            say: Called with notes on an earlier run. Default: the log `transferry`.
             settings: What to write into OUT.settings.toml, if anything.
 
         Raises:
@@ -471,7 +471,7 @@ class Job:
         return {**made, **self.repeated_ids.tally(), **self.runner.about}
 
     def _finished(self) -> Summary:
-        """Returns the summary of the existing output, which this very job must have written."""
+        """Returns the summary of the existing output, which this job must have written."""
         refusal = f"{self.output} exists already"
         remedy = "add --force to replace it"
         require_own(self.output, lambda path: foreign_output(path, "job"))

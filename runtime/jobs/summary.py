@@ -13,14 +13,10 @@ from msgspec import Meta, Struct
 from transferry.runtime.engine.result import PartsResult, RowResult
 from transferry.runtime.errors import InputError
 from transferry.runtime.io.documents import checked, read_document
+from transferry.runtime.tables import counted
 
 # A larger mean has a perplexity above the largest float64.
 MOST_NATS = 709.0
-
-
-def counted(number: int, noun: str) -> str:
-    """Returns a number with its noun, such as "1 row" and "2,000 rows"."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 @dataclass

@@ -5,11 +5,15 @@ from __future__ import annotations
 import math
 import shlex
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
+from transferry.runtime.proof.certificates.strength import is_checkpoint
 from transferry.runtime.proof.report import (
+    CHOICES,
     FIRST_DIFFERENCES,
     FIRST_FAULTS,
+    WORST_CHOICE,
     Difference,
     ParityReport,
     Stage,
@@ -17,7 +21,7 @@ from transferry.runtime.proof.report import (
     confidence,
     setting_text,
 )
-from transferry.runtime.tables import WIDTH, table, wrapped
+from transferry.runtime.tables import WIDTH, counted, table, wrapped
 
 # Limits from here on say nothing in units of torch's rounding; errors are shares of them.
 SHARES = 1_000
@@ -33,7 +37,7 @@ def report_text(report: ParityReport) -> str:
         [table(_stage_header(report), [_row(report, stage) for stage in report.stages()])],
         [*_faults(report), *_claims(report)],
         [_searches(report)] if report.decisions else [],
-        [*_differences(report), *_confidence(report), *map(str, report.task_metrics)],
+        [*_differences(report), *_metrics(report)],
         _other_runtimes(report),
         _planted(report),
         _settings(report),
@@ -65,16 +69,30 @@ def _claims(report: ParityReport) -> list[str]:
     open_ones = [item for item in report.claims if item.skipped and not item.problem]
     told = [f"{item.name}, not compared: {item.skipped}" for item in open_ones]
     left = [wrapped(line, "  ", "    ") for line in told]
-    held = f"{len(report.claims) - len(wrong) - len(left)} of {len(report.claims)} claims hold"
+    held = f"{len(report.claims) - len(wrong) - len(left)} of {len(report.claims)} claims"
     subject = "Manifest and files" if "variant" in report.settings else "Declarations and files"
-    return [f"{subject}: {held}{f', {len(left)} not compared' if left else ''}", *wrong, *left]
+    fits = "match the checkpoint" if is_checkpoint(report.settings.get("against")) else "hold"
+    rest = f", {len(left)} not compared" if left else ""
+    return [f"{subject}: {held} {fits}{rest}", *wrong, *left]
 
 
-def _confidence(report: ParityReport) -> list[str]:
-    most = max((item.rows for item in report.decisions), default=0)
-    rows = report.settings.get("rows", 0)
-    most -= rows - report.settings.get("distinct_rows", rows)  # a line proves nothing twice
-    return [f"{most:,} rows: {confidence(most)}"] if report.passed and most > 0 else []
+def confidence_text(decisions: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> str:
+    """Says what the rows of a passed report prove; empty without a search."""
+    most = max((item["rows"] for item in decisions), default=0)
+    rows = settings.get("rows", 0)
+    most -= rows - settings.get("distinct_rows", rows)  # a line proves nothing twice
+    return f"{counted(most, 'row')}: {confidence(most)}" if most > 0 else ""
+
+
+def _metrics(report: ParityReport) -> list[str]:
+    """Returns the confidence, and the metrics that inform: choices matter where a limit is set."""
+    told = confidence_text([vars(item) for item in report.decisions], report.settings)
+    shown = [
+        item
+        for item in report.task_metrics
+        if item.budget < math.inf or item.measure not in (CHOICES, WORST_CHOICE)
+    ]
+    return [*([told] if told and report.passed else []), *map(str, shown)]
 
 
 def _other_runtimes(report: ParityReport) -> list[str]:
@@ -207,6 +225,6 @@ def _next_command(report: ParityReport) -> str:
         task = f"--task {report.settings.get('task', 'embed')} " if reads else ""
         return f"transferry run {bundle} INPUT -o OUTPUT {task}--variant {variant}"
     # Graphs of another tool have no variant, and nothing here runs them.
-    if not variant or (variant == "portable" and report.settings.get("against") == "the run"):
+    if not variant or (variant == "portable" and is_checkpoint(report.settings.get("against"))):
         return ""
     return f"transferry verify {bundle} --variant portable --checkpoint CHECKPOINT"

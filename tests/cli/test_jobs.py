@@ -206,10 +206,12 @@ def test_a_terminal_has_a_bar_that_fits(
                 break
     os.close(main_end)
     assert run.returncode == 0
-    bar, summary = shown.decode().rstrip().rsplit("\n", 1)
+    bar, _, summary = shown.decode().rstrip().rpartition("\r")
     assert summary.startswith("300 rows in ")
     states = [state for state in re.split(r"[\r\n]+", bar) if state]
-    assert states[-1].startswith("rows 100 %")
+    # The last bar gives way to the summary.
+    assert states[-2].startswith("rows 100 %")
+    assert states.pop().isspace()
     # The terminal shows Ctrl-C as ^C, which fits beside it.
     assert all(len(state) + len("^C") < columns for state in states), states
 
@@ -222,7 +224,7 @@ def test_the_environment_sets_the_interval_of_progress(
     assert log_every() == seconds
 
 
-def test_the_rate_is_that_of_the_last_half_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rate_is_of_the_last_half_of_a_phase(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRANSFERRY_LOG_EVERY", "30")
     clock, said = [100.0], list[str]()
     shown = Progress("rows", lambda: clock[0], lambda line, **_: said.append(line))
@@ -233,11 +235,32 @@ def test_the_rate_is_that_of_the_last_half_minute(monkeypatch: pytest.MonkeyPatc
         shown.show("rows", done, 5000, "2 errors")
     assert len(said) == 6
     assert said[0] == "rows: 31 of 5,000 (0 %), 1.0 rows/s, 1:22:49 left, 2 errors"
-    assert said[-1].startswith("rows: 910 of 5,000 (18 %), 10 rows/s, 06:49 left")
+    assert said[-1].startswith("rows: 910 of 5,000 (18 %), 9.0 rows/s, 07:34 left")
     shown.show("merging", 1)
     clock[0] += 31
     shown.show("merging", 5)
     assert said[-1] == "merging: 5, 0.1 rows/s"
+
+
+def test_an_estimate_is_steady_where_batches_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRANSFERRY_LOG_EVERY", "30")
+    clock, said = [100.0], list[str]()
+    shown = Progress("", lambda: clock[0], lambda line, **_: said.append(line))
+    done = 0
+    for minute in range(30):  # long rows and short ones, by turns
+        for _ in range(60):
+            clock[0] += 1
+            done += (2, 20)[minute % 2]
+            shown.show("rows", done, 40_000)
+    left = [re.search(r"(?:(\d+):)?(\d+):(\d+) left", line) for line in said]
+    ends = [
+        30 * (place + 1) + 3600 * int(each[1] or 0) + 60 * int(each[2]) + int(each[3])
+        for place, each in enumerate(left)
+        if each
+    ]
+    # At 11 rows a second the end is at 3,636 seconds; by half a minute alone at 2,700 to 11,000.
+    assert len(ends) > 50
+    assert all(3000 < end < 4500 for end in ends[20:]), ends
 
 
 def test_estimates_are_of_enough_rows_and_within_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:

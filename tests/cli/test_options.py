@@ -85,7 +85,7 @@ def test_an_option_out_of_range(place: Path, command: str, message: str) -> None
         ("require-certificate = 5", "must be true, false or text, found 5"),
         (
             'require-certificate = "yes"',
-            "is not one of 'run', 'run without fresh graphs', 'recorded'",
+            "is not one of 'checkpoint', 'checkpoint without fresh graphs', 'recorded'",
         ),
         ('format = "xlsx"', "is not one of 'text'"),
         ("out = 5", "out must be text, found 5"),

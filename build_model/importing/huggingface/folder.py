@@ -195,8 +195,8 @@ class PretrainedFolder:
         """Returns a token id, of several end tokens the first; see `tokens`.
 
         Raises:
-            InputError: The token is missing without a default, or there are several that do not
-                end outputs.
+            InputError: The token is missing without a default, or several do not end
+                outputs.
         """
         found = self.tokens(name)
         if len(found) > 1 and name != "eos_token_id":
@@ -241,7 +241,7 @@ class PretrainedFolder:
         """Returns the tensors.
 
         Raises:
-            InputError: There are no weights that can be read, or an index is malformed.
+            InputError: No weights can be read, or an index is malformed.
         """
         tensors = open_weights(self.folder)
         return WithoutImages(tensors, self) if self.images else tensors

@@ -47,7 +47,7 @@ from transferry.build_model.importing.toolkits.sentence_transformers import (
 )
 from transferry.build_model.model.config import ModelConfig
 from transferry.runtime.bundle.head import HeadSettings
-from transferry.runtime.errors import InputError, UsageError, require
+from transferry.runtime.errors import LOG, InputError, UsageError, require
 from transferry.runtime.io.folders import (
     found_at,
     is_bundle,
@@ -366,7 +366,7 @@ def import_pretrained(
     ignored: Collection[str] = (),
     scores: Sequence[str] = (),
     force: bool = False,
-    say: Callable[[str], None] = lambda line: None,
+    say: Callable[[str], None] = LOG.info,
     show: Callable[[str, int, int], None] = lambda *state: None,
     **card: str | None,
 ) -> None:

@@ -356,7 +356,7 @@ def generate(
     conflict = "" if engine.decoder.has_encoder else "a decoder-only bundle"
     check_long_rows(long_rows, f"n_best={options.n_best}" if options.n_best > 1 else conflict)
     task = _Generate(engine, options, long_rows)
-    return Results(task.answers(starmap(task.asked, enumerate(prompts, first_row))))
+    return engine.results(task.answers(starmap(task.asked, enumerate(prompts, first_row))), texts)
 
 
 class _Generate:

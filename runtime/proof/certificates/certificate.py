@@ -102,8 +102,8 @@ class Verified:
         tf32: Whether products may be rounded to TF32: "on", "off", or "none" on the CPU.
         date: Given by whoever verified, YYYY-MM-DD.
         graphs: sha256 of the variant's graphs, by name.
-        against: "the run" or "the recorded answers".
-        run: sha256 of the weights of the run; empty for "the recorded answers".
+        against: "the checkpoint" (formerly "the run") or "the recorded answers".
+        run: sha256 of the weights of the checkpoint; empty for "the recorded answers".
         claims: What was not compared, by claim; empty where everything was.
         versions: Versions of the packages that decide the numbers.
         text: Number, distinct number and sha256 of the lines that the searches ran on.
@@ -153,9 +153,7 @@ class Certificate(Verified):
     @property
     def compared(self) -> str:
         """Name of the other side of the comparison, for people."""
-        return {"run": "the run", "recorded": "the recorded answers"}.get(
-            self.strength, "the run without fresh graphs"
-        )
+        return f"the {self.strength}{' answers' if self.strength == 'recorded' else ''}"
 
     def covers(self, options: GenerationOptions) -> bool:
         """Whether a search like this was verified."""
@@ -192,10 +190,10 @@ class Certificate(Verified):
         return "unsigned"
 
     def __str__(self) -> str:
-        return f"certificate of {self.date} for {self.cell}, {self.signature()}"
+        return f"certificate of {self.date} for variant {self.cell.variant}, {self.signature()}"
 
     def rows(self) -> str:
-        """Returns the number of lines of text, and of different ones where lines repeat."""
+        """Returns the number of rows of text, and of different ones where rows repeat."""
         rows = self.text.get("rows", 0)
         distinct = self.text.get("distinct_rows", rows)
         return str(rows) if distinct == rows else f"{rows} ({distinct} different)"

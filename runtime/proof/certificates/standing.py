@@ -52,7 +52,7 @@ class Standing:
         one = self.certificate
         where = f"; here {self.reason}" if self.reason else ""
         return (
-            f"of {one.date} against {one.compared}, {one.cell}, sha256 {one.sha256()}, "
+            f"of {one.date} against {one.compared} ({one.cell}, sha256 {one.sha256()}), "
             f"{one.signature()}{where}"
         )
 
@@ -102,7 +102,7 @@ def standing(
 
 
 def require_standing(
-    found: Standing, bundle: Bundle, strength: Strength = "run", *, signed: bool = False
+    found: Standing, bundle: Bundle, strength: Strength = "checkpoint", *, signed: bool = False
 ) -> Certificate:
     """Returns the certificate that covers a session.
 

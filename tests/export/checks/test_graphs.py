@@ -319,12 +319,12 @@ def test_graphs_of_other_versions_are_not_compared_and_the_report_says_so(
     fresh = anew(calm, other) or None
     claim = graphs_claim(fresh, other, other.variant(NAME))
     assert (bool(fresh), claim.problem) == (compared, "")
-    strength = strength_of("the run", {GRAPHS: claim.skipped})
+    strength = strength_of("the checkpoint", {GRAPHS: claim.skipped})
     if compared:
-        assert (claim.skipped, strength) == ("", "run")
+        assert (claim.skipped, strength) == ("", "checkpoint")
         return
     assert f"exported with {name} {versions[name]}, here is " in claim.skipped
-    assert strength == "run without fresh graphs"
+    assert strength == "checkpoint without fresh graphs"
     report = ParityReport("bundle", {"variant": NAME}, Tolerance(), [], claims=[claim])
     assert f"0 of 1 claims hold, 1 not compared\n  {GRAPHS}, not compared" in report_text(report)
     assert '<skipped message="the bundle was exported with' in to_junit(report)

@@ -371,7 +371,7 @@ def test_scores_of_identical_rows_are_compared(
         abs(answer.score - score(oracle, sources[row], answer.scored_tokens, GREEDY.length_penalty))
         for row, (_, answer) in tally.best.items()
     ]
-    # The answers are the very ones that were judged, and both sides are exact in float64.
+    # The answers are those that were judged, and both sides are exact in float64.
     assert decisions.score_error == pytest.approx(max(errors), rel=1e-9)
     # Above any rounding: the budget is a multiple of torch's own.
     assert decisions.score_ratio > oracle.tolerance.factor

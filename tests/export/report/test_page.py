@@ -177,7 +177,7 @@ def test_a_passed_report_says_so_and_shows_its_figures() -> None:
         shown,
         *("bundles/ende", "2025-11-21", "avx2, fma", "1.31.1", "99 of 100"),
         "allowed: the worst of 5 tensors, in units of torch’s own float32 error3.00 of 8",
-        "The largest is 3.00: logits, after 1 tokens.",
+        "The largest is 3.00: logits, after 1 token.",
         "Of 5 tensors, the median is 1.20 times torch’s own error",
         "self-attention 9.00e-07 in layer 1 (torch’s own 5.00e-07)",
         "the largest error of a logit is 1.39e-06 after 39 tokens",
@@ -279,7 +279,7 @@ def test_variants_stand_side_by_side() -> None:
     ],
 )
 def test_a_report_without_an_origin_says_so(variant: str, told: str) -> None:
-    report = passed(settings={"variant": variant, "against": "the run"}, comparisons=[])
+    report = passed(settings={"variant": variant, "against": "the checkpoint"}, comparisons=[])
     shown = page(report)
     assert "No origin was searched for" in shown.text
     assert told in shown.text

@@ -53,6 +53,19 @@ def test_a_folder_opens_by_the_class_itself(bundle_folder: Path, engine: Engine)
             Engine(bundle_folder, device=wrong)
 
 
+def test_a_call_shows_its_progress(bundle_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Engine(bundle_folder, progress=True) as engine:
+        assert len(list(engine.generate(["a", "b", ""], GREEDY))) == 3
+        assert "3/3" in capsys.readouterr().err
+        assert len(list(engine.score([("a", "b")] * 2))) == 2
+        assert "2/2" in capsys.readouterr().err
+        # The number of rows of a generator is unknown.
+        assert len(list(engine.generate((text for text in "ab"), GREEDY))) == 2
+        assert "2 rows" in capsys.readouterr().err
+    list(Engine(bundle_folder).generate(["a"], GREEDY))
+    assert capsys.readouterr() == ("", "")
+
+
 def test_results_make_a_table(engine: Engine) -> None:
     pandas = pytest.importorskip("pandas")
     rows = pandas.Series(["a", None, "the cat"])

@@ -81,7 +81,7 @@ def test_what_was_verified_holds_here(folder: Path) -> None:
     assert status(folder) == ("verified", "")
     engine = Engine.load(folder, require_certificate="recorded")
     assert engine.certificate.startswith(
-        f"of {DATE} against the recorded answers, variant portable"
+        f"of {DATE} against the recorded answers (variant portable"
     )
     assert engine.describe()["certificate"] == engine.certificate
     bundle = Bundle.load(folder)
@@ -244,14 +244,14 @@ def against_the_run(folder: Path, **session: Any) -> Certificate | None:
 
 
 def test_the_recorded_answers_are_weaker_than_the_run(folder: Path) -> None:
-    strengths: list[Strength | bool] = ["run", True]
+    strengths: list[Strength | bool] = ["checkpoint", True]
     for strength in strengths:
         with pytest.raises(ParityError, match=r"against the recorded answers alone.*--checkpoint"):
             Engine.load(folder, require_certificate=strength)
     against_the_run(folder)
     for strength in (*strengths, *STRENGTHS):
         Engine.load(folder, require_certificate=strength)
-    with pytest.raises(UsageError, match="must be one of recorded, run without fresh graphs, run"):
+    with pytest.raises(UsageError, match="must be one of recorded, checkpoint without"):
         Engine.load(folder, require_certificate="any")  # type: ignore[arg-type]
 
 
@@ -267,13 +267,13 @@ def test_a_weaker_certificate_replaces_no_stronger_one(folder: Path) -> None:
 
 def test_no_larger_batch_than_was_verified_is_computed(folder: Path) -> None:
     against_the_run(folder)
-    engine = Engine.load(folder, require_certificate="run")
+    engine = Engine.load(folder, require_certificate="checkpoint")
     assert (engine.batches.rows, engine.model.batches.rows) == (32, 64)
     assert Engine.load(folder).batches.rows == 64
     smaller = BatchOptions(rows=8)
-    assert Engine.load(folder, require_certificate="run", batches=smaller).batches == smaller
+    assert Engine.load(folder, require_certificate="checkpoint", batches=smaller).batches == smaller
     with pytest.raises(ParityError, match=r"of 33 rows were not verified.*with --batch-rows 33"):
-        Engine.load(folder, require_certificate="run", batches=BatchOptions(rows=33))
+        Engine.load(folder, require_certificate="checkpoint", batches=BatchOptions(rows=33))
 
 
 @pytest.mark.parametrize(

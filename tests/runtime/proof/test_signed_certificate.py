@@ -60,7 +60,7 @@ def test_a_signed_certificate_is_cited_with_its_key(folder: Path, keys: Keys) ->
     key_id = load_public_key(public).key_id
     assert str(made).endswith(f", signed by {key_id}")
     assert load(folder, public).certificate.endswith(
-        f", sha256 {sha256(file_of(folder))}, signed by {key_id}"
+        f", sha256 {sha256(file_of(folder))}), signed by {key_id}"
     )
     # Without a key to check it with, the signature is a claim.
     assert Engine.load(folder).certificate.endswith(f", signature of {key_id} not checked")
@@ -197,7 +197,7 @@ def test_elsewhere_only_what_is_signed_is_computed_again(
         raise AssertionError("proved an unsigned certificate")
 
     with pytest.raises(ParityError, match="is unsigned"):
-        Engine.load(folder, require_certificate="run", trusted_key=keys[1], prove=prove)
+        Engine.load(folder, require_certificate="checkpoint", trusted_key=keys[1], prove=prove)
 
 
 def test_an_unsigned_certificate_chooses_no_variant(folder: Path, keys: Keys) -> None:

@@ -272,7 +272,7 @@ def test_no_byte_tells_how_rows_were_cut(tmp_path: Path, task: str, name: str) -
 
 
 def test_pages_of_parquet_do_not_tell_either(tmp_path: Path) -> None:
-    """They end by size, which has to be looked at at the same rows."""
+    """They end by size, which is compared at the same rows."""
     writer = writer_of(tmp_path / "out.parquet")
     chance = random.Random(0)
     rows = records(5000, [chance.randbytes(500).hex() for _ in range(5000)])

@@ -31,21 +31,25 @@ def test_a_claim_that_was_not_made_lowers_the_strength(
 ) -> None:
     """Or that somebody left out of the certificate."""
     against_the_run(folder)
-    with pytest.raises(UsageError, match=r"is against the run, and the new one is weaker \(run wi"):
+    with pytest.raises(
+        UsageError, match=r"is against the checkpoint, and the new one is weaker \(checkpoint wi"
+    ):
         certified(folder, claims=claims)
     rewrite(file_of(folder), claims=claims)
     (found,) = certificates(Bundle.load(folder))
-    assert found.strength == "run without fresh graphs"
-    weaker: tuple[Strength, ...] = ("run without fresh graphs", "recorded")
+    assert found.strength == "checkpoint without fresh graphs"
+    weaker: tuple[Strength, ...] = ("checkpoint without fresh graphs", "recorded")
     for strength in weaker:
         cited = Engine.load(folder, require_certificate=strength).certificate
-        assert f"of {DATE} against the run without fresh graphs, variant" in cited
+        assert f"of {DATE} against the checkpoint without fresh graphs (variant" in cited
     named = claims.get(GRAPHS, "")
-    with pytest.raises(ParityError, match=f"against the run without fresh graphs alone.*{named}"):
+    with pytest.raises(
+        ParityError, match=f"against the checkpoint without fresh graphs alone.*{named}"
+    ):
         Engine.load(folder, require_certificate=True)
     row = describe(Bundle.load(folder))[0]
     told = f"; not compared: graphs ({named})" if named else ""
-    assert (row[1], row[-1]) == ("the run without fresh graphs", f"holds{told}")
+    assert (row[1], row[-1]) == ("the checkpoint without fresh graphs", f"holds{told}")
 
 
 def test_the_strongest_certificate_of_a_session_counts(folder: Path) -> None:
