@@ -156,6 +156,15 @@ def test_every_relative_link_leads_somewhere(path: Path) -> None:
     assert missing == []
 
 
+def test_pages_are_short() -> None:
+    """Readers look references up and read other pages whole."""
+    references = {"bundle", "cli", "design", "errors", "formats", "import", "parity", "performance"}
+    references |= {"portability", "variants"}
+    words = {path.stem: len(path.read_text("utf-8").split()) for path in DOCUMENTS[1:]}
+    assert [name for name, count in words.items() if count > 1500 and name not in references] == []
+    assert sum(words.values()) <= 45_500, "shorten the pages that you touched"
+
+
 def test_the_site_has_every_page_once() -> None:
     lines = (CHECKOUT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
     listed = re.findall(r"^ *- (?:[^#\n]*: )?(\S+\.md)$", lines, re.M)

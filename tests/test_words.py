@@ -49,6 +49,18 @@ PATTERNS = {
     r"\b(?:is|are|has|have|falls?|fell|gives?|says?|does|do) otherwise\b|\botherwise than\b": (
         "'differs', 'in another way'"
     ),
+    # Of write-good, proselint and alex: words that say nothing.
+    r"\bin order to\b(?! another)": "'to'",
+    r"\b(?:due to|despite|given) the fact that\b": "'because', 'although'",
+    r"\b(?:obviously|basically|actually|simply|of course|needless to say)\b": "leave it out",
+    r"\b(?:very|really|quite|extremely|rather) (?!than\b)(?=[a-z]+\b)": "leave it out, or a number",
+    r"\b(?:utili[sz]e|leverage|facilitate)[sd]?\b": "'use', 'help'",
+    r"\b(?:it should be noted|please note|it is important to)\b": "leave it out",
+    r"\b(?:a variety of|various|several different)\b": "a number, or 'several'",
+    r"\bthere (?:is|are|exists?) (?:no |an? |several |many )?[\w-]+ (?:that|which)\b": (
+        "begin with the noun"
+    ),
+    r"(?-i:\b([a-z]{2,}) \1\b)": "a word twice",
 }
 
 
@@ -158,6 +170,10 @@ def test_text_names_things(place: str) -> None:
         "The latter is served.",
         "Rows that fell otherwise in a batch.",
         "Text where a sentence\nis longer than what\nthe graph reads.",
+        "In order to open it, the the file is read.",
+        "A very large file.",
+        "There is no weight that fits.",
+        "Utilises various kernels.",
     ],
 )
 def test_a_pattern_is_found(text: str) -> None:
