@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import onnx_ir as ir
 import torch
 
 from transferry.build_model.model.transformer import Transformer
@@ -18,12 +19,14 @@ from transferry.export.rewrite.lm_head import (
     segment_maxima_graph,
     top_k_graph,
 )
-from transferry.export.trace.editing import drop_unused
+from transferry.export.trace.editing import alike, argument, cast, drop_unused
 from transferry.export.trace.graph import Graph, Traces
 from transferry.export.trace.in_place import export_fused_graphs
 from transferry.export.trace.portable import export_graphs
 from transferry.runtime.errors import ParityError, UsageError
-from transferry.runtime.precision import FLOAT32
+from transferry.runtime.precision import BFLOAT16, FLOAT32
+
+BFLOAT16_TYPE = ir.DataType.BFLOAT16
 
 
 def floats(
@@ -33,6 +36,9 @@ def floats(
     if recipe.precision != FLOAT32:
         model = copy.deepcopy(model).to(getattr(torch, recipe.precision.name))
     graphs = fused_graphs(model, recipe, traces, FloatKernels(with_relu=recipe.on_cpu))
+    if recipe.precision == BFLOAT16:
+        for each in graphs.values():
+            widen_roots(each.model.graph)
     if not model.config.decoder_layers:
         return graphs
     if not recipe.on_cpu:
@@ -41,6 +47,21 @@ def floats(
         graphs["approximate_logits"] = approximate_graph(graphs["lm_head"])
         graphs["segment_maxima"] = segment_maxima_graph(graphs["exp_sums"])
     return graphs
+
+
+def widen_roots(graph: ir.Graph) -> None:
+    """Computes Sqrt and Reciprocal of bfloat16 in float32, as torch does.
+
+    onnxruntime has no kernel of theirs for bfloat16, and opens no graph with RMSNorm in it.
+    """
+    for node in list(graph):
+        if node.op_type in ("Sqrt", "Reciprocal") and argument(node, 0).dtype == BFLOAT16_TYPE:
+            tape = ir.tape.Tape()
+            wide = cast(tape, argument(node, 0), ir.DataType.FLOAT)
+            found = cast(tape, tape.op(node.op_type, [wide]), BFLOAT16_TYPE)
+            graph.insert_before(node, tape.nodes)
+            node.outputs[0].replace_all_uses_with(alike(found, node.outputs[0]))
+            graph.remove(node, safe=True)
 
 
 def fused_graphs(
