@@ -15,14 +15,21 @@ from numpy.typing import NDArray
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.export.checks.check import Check, Findings, claim, prove
 from transferry.export.checks.independence import BATCH, declared, independence
-from transferry.export.checks.numbers import numbers, repeats
+from transferry.export.checks.numbers import batch_sizes, numbers, repeats
 from transferry.export.checks.searches import Search, Text
 from transferry.export.checks.task_metrics import task_metrics, token_agreement
 from transferry.export.checks.texts import given_answers, passages, readings
 from transferry.export.faults.foreign_faults import foreign_faults
 from transferry.export.faults.gate import Gate
 from transferry.export.faults.self_test import differs, honest_truths, rounding_of
-from transferry.export.oracle.cases import random_case, random_cases, source_of, vocabulary
+from transferry.export.oracle.cases import (
+    many_rows,
+    random_case,
+    random_cases,
+    random_sources,
+    source_of,
+    vocabulary,
+)
 from transferry.export.oracle.effort import Effort
 from transferry.export.oracle.oracle import Oracle
 from transferry.export.oracle.searches import RECORDED
@@ -39,6 +46,9 @@ from transferry.runtime.proof.compare import Case, Tolerance
 from transferry.runtime.proof.report import ParityReport
 
 MOST_ALONE = 32  # rows that are compared with themselves in batches
+FEWEST = 16  # lines of text; rows of random tokens are batched in the place of fewer
+# Rows of the largest batch, and of the largest in which every smaller size is tried.
+LARGEST_BATCH, EVERY_BATCH = 128, 20
 ALONE = "each row alone"
 BRIEF_CASES = 16  # of random tokens, for each planted fault
 
@@ -98,14 +108,14 @@ def audit(
     precision = precision or subject.layout.precision()
     if precision not in PRECISIONS:
         raise UsageError(f"precision must be one of {', '.join(PRECISIONS)}, found {precision}")
-    work = Audit.of(subject.checkpoint, texts, precision)
+    work = Audit.of(subject.checkpoint, texts, precision, pairs=subject.reads_pairs)
     found = prove(work.checks(subject), faults=True, done=partial(done, "auditing"))
     settings = {
         **subject.describe(precision),
         "rows": len(work.text.sources),
         "batch_rows": BATCH,
         "padding": ", ".join(subject.paddings),
-        "compared": "graphs" if subject.beside is None else subject.beside.examined[1],
+        "compared": "; ".join(work.coverage(subject)),
         "text_sha256": hashlib.sha256("\n".join(texts).encode()).hexdigest(),
     }
     tokenizer, budget = subject.checkpoint.tokenizer, PRECISIONS[precision].task
@@ -137,19 +147,23 @@ class Audit:
         checkpoint: The reference.
         text: Token ids of each text, and how they are searched.
         effort: How much is checked.
+        pairs: Whether the graphs read which of two texts a token belongs to.
     """
 
     oracle: Oracle
     checkpoint: Checkpoint
     text: Text
     effort: Effort
+    pairs: bool = True
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, texts: Sequence[str], precision: str) -> Audit:
+    def of(
+        cls, checkpoint: Checkpoint, texts: Sequence[str], precision: str, *, pairs: bool = True
+    ) -> Audit:
         """Prepares the checks; raises InputError if no text fits the model."""
         tokenizer, config = checkpoint.tokenizer, checkpoint.model.config
         oracle = Oracle.of(checkpoint.model, tokenizer.special, tolerance_of(precision))
-        effort = replace(Effort.at_export(checkpoint.model, BatchOptions()), batch_rows=BATCH)
+        effort = Effort.at_export(checkpoint.model, BatchOptions(rows=LARGEST_BATCH))
         kept = effort.texts(checkpoint, texts)
         if texts and not kept:
             raise InputError(
@@ -160,7 +174,20 @@ class Audit:
         generation = dict(checkpoint.generation)
         longest = min(effort.longest, generation_options(generation).max_length)
         text = Text(config, sources, generation, longest, standard=RECORDED)
-        return cls(oracle, checkpoint, text, effort)
+        return cls(oracle, checkpoint, text, effort, pairs)
+
+    def coverage(self, subject: ForeignFolder) -> list[str]:
+        """Returns in words how much was compared."""
+        told = ["graphs" if subject.beside is None else subject.beside.examined[1]]
+        if (lines := len(self.text.sources)) < FEWEST:
+            what = "tokens of searches" if subject.decodes else "choices"
+            missing = f"{what} on {f'more than {lines} lines of text' if lines else 'text'}"
+            told.append(f"not covered: {missing} (give {FEWEST} lines or more with --text)")
+        if not self.pairs:
+            told.append("not covered: pairs of texts (the graph reads no token_type_ids)")
+        if not self.oracle.config.encoder_layers and "left" not in subject.paddings:
+            told.append("not covered: padding on the left")
+        return told
 
     @cached_property
     def cases(self) -> list[Case]:
@@ -175,17 +202,14 @@ class Audit:
     def unseen(self) -> list[Case]:
         """Cases that the checks do not use."""
         config = self.oracle.config
-        drawn = random_cases(config, [(3, 9, 2), (2, 16, 0)], seed=1000)
+        drawn = random_cases(config, [(3, 9, 2), (2, 16, 0), (20, 3, 0)], seed=1000)
         return self._unpadded([*drawn, *vocabulary(config, seed=1000)])
 
     def _unpadded(self, cases: list[Case]) -> list[Case]:
         special = self.oracle.special
         if not self.oracle.config.encoder_layers:
             return cases
-
-        def unpadded(tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-            return np.where(tokens == special.pad_id, special.eos_id, tokens)
-
+        unpadded = self._without
         starts = special.pad_id == special.bos_id  # then every answer holds it
         return [
             replace(
@@ -196,10 +220,22 @@ class Audit:
             for case in cases
         ]
 
+    def _without(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Replaces the token that pads.
+
+        A graph without segments takes all tokens as those of the first text, so that for it the end
+        of a text goes too.
+        """
+        special, config = self.oracle.special, self.oracle.config
+        left_out = [special.pad_id, *([] if self.pairs else [config.segment_end])]
+        kept = (token for token in (special.eos_id, 0, 1, 2) if token not in left_out)
+        return np.where(np.isin(tokens, left_out), next(kept), tokens)
+
     def checks(self, subject: ForeignFolder) -> Iterator[Check]:
         """Yields the checks of graphs, in order; opens them first."""
         _ = subject.model
         yield from numbers(subject, self.oracle, self.cases)
+        yield from self.batches(subject)
         yield repeats(subject, random_case(self.oracle.config, 3, 9, 2, seed=7))
         texts = self.text.sources
         if subject.decodes and texts:
@@ -210,10 +246,24 @@ class Audit:
             yield readings(subject, self.oracle, texts, head)
         else:
             yield from passages(subject, self.oracle, texts)
-        yield from independence(subject, texts[:MOST_ALONE], subject.paddings)
+        rows = [*texts[:MOST_ALONE], *self._random_rows()]
+        yield from independence(subject, rows, subject.paddings)
         yield claim("declared", lambda: [declared(subject.model.graphs)])
         if (beside := subject.beside) is not None:
             yield claim("files beside the graphs", lambda: beside.examined[0])
+
+    def batches(self, subject: ForeignFolder) -> Iterator[Check]:
+        """Yields checks of batches of every size, in the first step and in a later one."""
+        rows = self.effort.batch_rows or LARGEST_BATCH
+        for past in (0, 1) if subject.decodes else (0,):
+            (case,) = self._unpadded([many_rows(self.oracle.config, rows, past)])
+            yield batch_sizes(subject, self.oracle, case, min(EVERY_BATCH, rows // 2))
+
+    def _random_rows(self) -> list[list[int]]:
+        """Rows of random tokens in the place of the text that lacks."""
+        config, most = self.oracle.config, max(0, FEWEST - len(self.text.sources))
+        rows = map(np.array, random_sources(config, FEWEST)[:most])
+        return [(self._without(row) if config.encoder_layers else row).tolist() for row in rows]
 
     def searches(self, subject: ForeignFolder) -> list[Check]:
         """Returns checks of greedy and beam search, alone and in padded batches."""

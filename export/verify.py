@@ -36,7 +36,7 @@ from transferry.export.checks.tasks import ServedTasks, encoder_tasks
 from transferry.export.checks.texts import calibrated, feeding, given_answers
 from transferry.export.checks.weights import WEIGHTS, weights_claim
 from transferry.export.faults.self_test import self_test
-from transferry.export.oracle.cases import lines, random_sources, source_of
+from transferry.export.oracle.cases import lines, many_rows, random_sources, source_of
 from transferry.export.oracle.effort import ALL, Effort, parameters
 from transferry.export.oracle.oracle import Oracle
 from transferry.export.oracle.served import REPLICAS
@@ -224,7 +224,7 @@ class Verification:
         found.append(claim("left out", self._left_out))
         found += numbers(subject, oracle, self.cases)
         if self.request.effort.anew:
-            found.append(batch_sizes(subject, oracle, self.batches.rows))
+            found.append(batch_sizes(subject, oracle, many_rows(oracle.config, self.batches.rows)))
         if subject.decodes:
             found += self._searches()
         else:

@@ -42,27 +42,28 @@ def read_settings(path: Path) -> dict[str, Any]:
     Raises:
         InputError: The file cannot be read or is not TOML.
     """
-    values = _read(path)
+    values = read_toml(path)
     values.pop(MADE, None)
     return {name.replace("-", "_"): value for name, value in values.items()}
 
 
 def read_made(path: Path) -> dict[str, Any]:
     """Reads the section [made] of `write_settings`; raises as `read_settings`."""
-    made = _read(path).get(MADE)
+    made = read_toml(path).get(MADE)
     return made if isinstance(made, dict) else {}
 
 
 def foreign_settings(path: Path) -> str:
     """Defect of a file that `write_settings` should have written; "" without one."""
     try:
-        own = path.is_file() and isinstance(_read(path).get(MADE), dict)
+        own = path.is_file() and isinstance(read_toml(path).get(MADE), dict)
     except InputError:
         own = False
     return "" if own else "was not written by transferry"
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_toml(path: Path) -> dict[str, Any]:
+    """Reads a TOML file; raises InputError if it cannot be read or is not TOML."""
     try:
         return tomllib.loads(read_bytes(path).decode())
     except (ValueError, RecursionError) as error:  # also a number of thousands of digits

@@ -62,8 +62,10 @@ def compare_cases(oracle: Oracle, model: Observable, cases: Iterable[Case]) -> l
     return prove(numbers(OpenedModel(model), oracle, cases)).comparisons
 
 
-def batch_sizes(subject: Subject[Any], oracle: Oracle, most: int, *, seed: int = 0) -> Check:
-    """Returns the check of one short case in batches of 1, 2, 3 ... rows.
+def batch_sizes(
+    subject: Subject[Any], oracle: Oracle, case: Case, every: int = EVERY_SIZE
+) -> Check:
+    """Returns the check of the first rows of one short case in batches of 1, 2, 3 ... rows.
 
     A search goes through every size as sentences end. The rows of a decoder are reversed before the
     compared step. Sizes are compared together; the failing case has the worst one.
@@ -71,29 +73,28 @@ def batch_sizes(subject: Subject[Any], oracle: Oracle, most: int, *, seed: int =
     Args:
         subject: The model.
         oracle: torch's side.
-        most: Rows of the largest batch.
-        seed: Seed of the tokens.
+        case: As `many_rows` makes it, of as many rows as the largest batch.
+        every: Largest of the sizes that are all tried.
     """
-    larger = np.linspace(min(most, EVERY_SIZE), most, LARGER_SIZES).astype(int)
-    sizes = sorted({*range(1, min(most, EVERY_SIZE) + 1), *larger.tolist()})
+    most = len(case.source)
+    larger = np.linspace(min(most, every), most, LARGER_SIZES).astype(int)
+    sizes = sorted({*range(1, min(most, every) + 1), *larger.tolist()})
 
     def run(so_far: Findings) -> Iterator[Findings]:
-        case = random_case(oracle.config, most, 2, 1, seed=seed)
-        case = replace(case, target=case.target[:, : case.past + 1], rows=None)
         sides, least = oracle.sides(case)
         logits = oracle.config.vocabulary_size * 2
         together: list[int] = []
         for size in sizes:
             together.append(size)
             if size == sizes[-1] or (sum(together) + size) * logits > MOST_LOGITS:
-                yield _of_sizes(subject.model, case, together, (sides, least), oracle)
+                yield _of_sizes(subject, case, together, (sides, least), oracle)
                 together = []
 
-    return Check("batch sizes", run, stage="later step" if oracle.config.decoder_layers else "text")
+    return Check("batch sizes", run, stage=case.stage)
 
 
 def _of_sizes(
-    model: Observable,
+    subject: Subject[Any],
     case: Case,
     sizes: list[int],
     expected: tuple[list[Tensors], float],
@@ -103,7 +104,7 @@ def _of_sizes(
     found: list[Tensors] = []
     for size in sizes:
         order = np.arange(size)[::-1] if size > 1 and case.target.size else None
-        tensors = observe(model, replace(_rows(case, np.arange(size)), rows=order))
+        tensors = observe(subject.model, replace(_rows(case, np.arange(size)), rows=order))
         found.append(
             {
                 name: tensor if order is None or name.startswith("cross") else tensor[order]
@@ -115,7 +116,7 @@ def _of_sizes(
     chosen = [{name: tensor[rows] for name, tensor in side.items()} for side in sides]
     joined = {name: np.concatenate([each[name] for each in found]) for name in found[0]}
     judged = oracle.judged(whole, chosen, expected[1])
-    compared = compare(whole, judged, joined, oracle.tolerance)
+    compared = compare(whole, judged, joined, oracle.tolerance, subject.tensors)
     failing = []
     if wrong := next((item.tensor for item in compared if item.fault), ""):
         distance = np.abs(joined[wrong] - chosen[0][wrong]).reshape(len(rows), -1).max(axis=1)

@@ -159,6 +159,19 @@ def _last_row(model: ir.Model, graph: GraphFile) -> str | None:
     return f"{name}: rows from the third on times 1.0005"
 
 
+def _repeated(model: ir.Model, graph: GraphFile) -> str | None:
+    output = _output(model, graph)
+
+    def repeated(value: ir.Value) -> ir.Value:
+        rows = add(value, "Squeeze", add(value, "Shape", value, start=0, end=1))
+        numbers = add(value, "Range", constant(value, 0), rows, constant(value, 1))
+        return add(value, "Gather", value, add(value, "Min", numbers, constant(value, 15)), axis=0)
+
+    name = output.name
+    replace(output, repeated, outside=True)
+    return f"{name}: rows from the 17th on repeat the 16th"
+
+
 def _stale(model: ir.Model, graph: GraphFile) -> str | None:
     names = [present for name, present in graph.past.items() if ".encoder." not in name]
     present = next((v for v in reversed(list(model.graph.outputs)) if v.name in names), None)
@@ -207,6 +220,7 @@ FAULTS: dict[str, Plant] = {
     "padding mask dropped": _unmasked,
     "positions one too low": _shifted,
     "later rows of a batch": _last_row,
+    "repeated rows": _repeated,
     SWAPPED: _stale,
     "noise": _noise,
     "another declared shape": _declared,

@@ -148,6 +148,12 @@ def largest_batches(config: ModelConfig, rows: int, *, seed: int = 0) -> Iterato
         yield replace(case, name=f"{case.name}, rows leave", rows=kept)
 
 
+def many_rows(config: ModelConfig, rows: int, past: int = 1, *, seed: int = 0) -> Case:
+    """Returns a case of short rows of which one token is fed, all in their order."""
+    case = random_case(config, rows, 2, past, seed=seed)
+    return replace(case, target=case.target[:, : case.past + 1], rows=None)
+
+
 def cross_check_cases(config: ModelConfig) -> list[Case]:
     """Returns a few small cases for runtimes too slow for the sweep: short, padded, reordered."""
     sizes = [(1, 1, 0), (2, 13, 0), (2, 16, 1), (3, 6, 5)]

@@ -83,9 +83,9 @@ class Beside:
         return claims, "; ".join([*told, *([f"not covered: {', '.join(missing)}"] * bool(missing))])
 
     def contents(self) -> dict[str, bytes]:
-        """Returns the content of each file, by name."""
+        """Returns the content of each file, by its path in the folder."""
         files = (path for patterns in GROUPS.values() for path in _matching(self.folder, patterns))
-        return {path.name: path.read_bytes() for path in files}
+        return {str(path.relative_to(self.folder)): path.read_bytes() for path in files}
 
     def _compared(
         self, group: str, files: Sequence[Path], expected: Imported

@@ -62,7 +62,9 @@ class GraphsSubject(CopiedSubject[Any]):
 
     def copy(self, folder: Path) -> GraphCopy:
         """Returns an editable copy of the graph that reads the first tokens."""
-        return GraphCopy(self.layout, folder)
+        beside = self.beside
+        moves = beside is not None and beside.folder == self.layout.decoder.path.parent
+        return GraphCopy(self.layout, folder, beside.contents() if beside and moves else ())
 
 
 class ForeignFolder(GraphsSubject):
@@ -84,7 +86,14 @@ class ForeignFolder(GraphsSubject):
         """Takes the sides that the reference can have by default."""
         super().__init__(layout, session)
         self.checkpoint, self.beside = checkpoint, beside
-        self.paddings = [*paddings] or default_paddings(checkpoint)
+        self.paddings = [*paddings] or default_paddings(checkpoint, layout)
+
+    @property
+    def reads_pairs(self) -> bool:
+        """Whether the graph tells two texts apart, or the reference has pairs of texts alone."""
+        config, head = self.checkpoint.model.config, self.checkpoint.head
+        alone = head is not None and head.task == "classify" and len(head.labels) == 1
+        return not config.segments or alone or "segments" in self.layout.decoder.inputs
 
     @property
     def decodes(self) -> bool:
@@ -120,7 +129,7 @@ class ForeignFolder(GraphsSubject):
 
     def claims(self) -> list[Claim]:
         """Compares genai_config.json with the reference."""
-        given = self.layout.config.get("model", {})
+        given = self.layout.config
         if not given:
             return []
         config, special = self.checkpoint.model.config, self.checkpoint.tokenizer.special
@@ -156,13 +165,15 @@ class ForeignFolder(GraphsSubject):
         return list(observe(self.model, whole).values())
 
 
-def default_paddings(checkpoint: Checkpoint) -> list[Padding]:
+def default_paddings(checkpoint: Checkpoint, layout: Layout) -> list[Padding]:
     """Returns the sides on which batches are padded.
 
-    Positions that are added to embeddings count from the left edge in an encoder, so that torch
-    itself answers otherwise where they are padded there.
+    Positions that are added to embeddings count from the left edge in an encoder, and in a decoder
+    whose graph does not read them, so that torch itself answers otherwise where they are padded
+    there.
     """
     config = checkpoint.model.config
-    if config.encoder_layers and config.positions in ("sinusoidal", "learned"):
+    counted = config.encoder_layers or "positions" not in layout.decoder.inputs
+    if counted and config.positions in ("sinusoidal", "learned"):
         return ["right"]
     return ["left", "right"]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,12 @@ from transferry.runtime.ort.session import SessionOptions
 
 Arrays = dict[str, NDArray[Any]]
 Inputs = Mapping[str, Tensor]
-EXPECTED = "a torch module and its inputs, a dictionary or a list of dictionaries"
+# Tensors by the names of the graph's inputs, or in their order.
+Given = Inputs | Sequence[Tensor]
+EXPECTED = (
+    "a torch module and its inputs: a dictionary or a list of tensors, or a list of either, one "
+    "for each case"
+)
 
 
 class FunctionGraph(GraphsSubject):
@@ -32,7 +38,7 @@ class FunctionGraph(GraphsSubject):
     """
 
     def __init__(
-        self, layout: Layout, session: SessionOptions, module: nn.Module, inputs: Sequence[Inputs]
+        self, layout: Layout, session: SessionOptions, module: nn.Module, inputs: Sequence[Given]
     ) -> None:
         """Takes each tensor's own name as its meaning.
 
@@ -45,14 +51,23 @@ class FunctionGraph(GraphsSubject):
             {str(value.name): str(value.name) for value in side}
             for side in (graph.inputs, graph.outputs)
         )
-        for given in inputs:
-            if given.keys() != names.keys():
-                raise InputError(
-                    f"{path} has the inputs {', '.join(names)}, the reference gives "
-                    f"{', '.join(given)}; return one tensor for each input, by its name"
-                )
         super().__init__(Layout("one file", GraphFile(path, names, outputs)), session)
-        self.module, self.inputs = module, inputs
+        self.module, self.inputs = module, [self._named(given, [*names]) for given in inputs]
+
+    def _named(self, given: Given, names: Sequence[str]) -> Inputs:
+        """Returns tensors by the graph's names, in the order of its inputs."""
+        if isinstance(given, Mapping):
+            if given.keys() == {*names}:
+                return {name: given[name] for name in names}
+            found = ", ".join(given)
+        elif len(given) == len(names):
+            return dict(zip(names, given, strict=True))
+        else:
+            found = f"{len(given)} tensors"
+        raise InputError(
+            f"{self.layout.decoder.path} has the inputs {', '.join(names)}, the reference gives "
+            f"{found}; return one tensor for each input, by its name or as a list in this order"
+        )
 
     def open(self) -> ForeignGraph:
         """Opens the graph."""
@@ -71,8 +86,8 @@ class FunctionGraph(GraphsSubject):
         return list(self.answers(self.inputs[0]).values())
 
 
-def called(function: Callable[[], Any], name: str) -> tuple[nn.Module, list[Inputs]]:
-    """Calls the user's function: a module, and inputs, one mapping or a list of them.
+def called(function: Callable[[], Any], name: str) -> tuple[nn.Module, list[Given]]:
+    """Calls the user's function: a module, and the inputs of one case or a list of them.
 
     Raises:
         UsageError: It fails, or returns something else.
@@ -84,19 +99,28 @@ def called(function: Callable[[], Any], name: str) -> tuple[nn.Module, list[Inpu
     if not isinstance(returned, tuple) or len(returned) != 2:
         raise UsageError(f"expected --reference {name} to return {EXPECTED}")
     module, inputs = returned
-    inputs = [inputs] if isinstance(inputs, Mapping) else inputs
-    sound = isinstance(module, nn.Module) and isinstance(inputs, Sequence) and inputs
-    if not sound or not all(
-        isinstance(each, Mapping) and all(isinstance(one, Tensor) for one in each.values())
-        for each in inputs
-    ):
+    if _is_case(inputs):
+        inputs = [inputs]
+    sound = isinstance(module, nn.Module) and isinstance(inputs, list | tuple) and inputs
+    if not sound or not all(map(_is_case, inputs)):
         raise UsageError(f"expected --reference {name} to return {EXPECTED}")
-    # numpy has neither gradients nor bfloat16.
-    plain: list[Inputs] = [{key: _plain(one) for key, one in each.items()} for each in inputs]
+    plain: list[Given] = [
+        {key: _plain(one) for key, one in each.items()}
+        if isinstance(each, Mapping)
+        else [*map(_plain, each)]
+        for each in inputs
+    ]
     return module.eval().float().cpu(), plain
 
 
+def _is_case(given: Any) -> bool:
+    tensors = given.values() if isinstance(given, Mapping) else given
+    listed = isinstance(given, Mapping | list | tuple) and len(given) > 0
+    return listed and all(isinstance(one, Tensor) for one in tensors)
+
+
 def _plain(tensor: Tensor) -> Tensor:
+    """Takes away gradients and bfloat16, which numpy lacks."""
     tensor = tensor.detach().cpu()
     return tensor.float() if tensor.dtype == torch.bfloat16 else tensor
 
@@ -107,6 +131,8 @@ def run_module(
 ) -> Arrays:
     """Returns torch's values by the names of the graph's outputs.
 
+    A module with other names of arguments than the graph takes them in the graph's order.
+
     Raises:
         UsageError: The module fails, or gives another number of outputs.
     """
@@ -115,7 +141,7 @@ def run_module(
         for name, tensor in inputs.items()
     }
     try:
-        found = module(**given)
+        found = module(**given) if _takes(module, names=given) else module(*given.values())
     except (Exception, SystemExit) as error:  # the user's own code may raise anything
         raise UsageError(f"the reference fails in {dtype}: {error}") from error
     if isinstance(found, Tensor):
@@ -130,6 +156,15 @@ def run_module(
             "many tensors, or a dictionary with these names"
         )
     return {name: value.numpy() for name, value in zip(names, values, strict=True)}
+
+
+def _takes(module: nn.Module, names: Iterable[str]) -> bool:
+    """Whether the module has arguments of these names."""
+    try:
+        inspect.signature(module.forward).bind(**dict.fromkeys(names))
+    except (TypeError, ValueError):  # ValueError: a forward that is not of Python
+        return False
+    return True
 
 
 def rows_alone(inputs: Inputs) -> list[dict[str, Tensor]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import onnx_ir as ir
@@ -14,7 +15,7 @@ LARGE = 1 << 30  # bytes of weights from which on they lie beside the graph
 
 
 class GraphCopy(FolderCopy):
-    """A copy of a folder of graphs with one edited.
+    """A copy of graphs, their weights and the files beside them, with one graph edited.
 
     Attributes:
         layout: The copied graphs.
@@ -22,9 +23,9 @@ class GraphCopy(FolderCopy):
         model: The same, loaded.
     """
 
-    def __init__(self, layout: Layout, folder: Path) -> None:
-        """Copies the folder; see `FolderCopy`."""
-        super().__init__(layout.decoder.path.parent, folder)
+    def __init__(self, layout: Layout, folder: Path, beside: Iterable[str] = ()) -> None:
+        """Copies the files that the graphs name, and those named in `beside`; see `FolderCopy`."""
+        super().__init__(layout.decoder.path.parent, folder, {*layout.files(), *beside})
         self.layout = layout.moved(folder)
         self.edit(self.layout.decoder)
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import onnx_ir as ir
 
 from transferry.runtime.errors import InputError
 from transferry.runtime.io.documents import checked, read_document
 from transferry.runtime.precision import FLOAT32, PRECISIONS
+from transferry.runtime.settings import read_toml
 
 # Names as optimum and the builder of onnxruntime-genai write them.
 INPUTS = {
@@ -52,6 +52,28 @@ PRODUCTS = frozenset(
     {"MatMulInteger", "DynamicQuantizeMatMul", "MatMulIntegerToFloat", "QLinearMatMul", "QGemm"}
     | {"QAttention", "ConvInteger", "QLinearConv", "DynamicQuantizeLinear"}
 )
+
+
+class GenaiDecoder(TypedDict, total=False):
+    """The parts of a decoder in genai_config.json that are read."""
+
+    filename: str
+    num_hidden_layers: int
+
+
+class GenaiModel(TypedDict, total=False):
+    """Likewise of a model."""
+
+    decoder: GenaiDecoder
+    vocab_size: int
+    context_length: int
+    eos_token_id: int | list[int]
+
+
+class Genai(TypedDict, total=False):
+    """Likewise of the whole file."""
+
+    model: GenaiModel
 
 
 @dataclass(frozen=True)
@@ -126,19 +148,24 @@ class Layout:
         decoder: The only graph, or the one that reads the first tokens of an answer.
         encoder: The encoder of an encoder-decoder.
         step: The graph of later steps; None where `decoder` does both.
-        config: `genai_config.json`; empty without one.
+        config: `model` of `genai_config.json`; empty without one.
     """
 
     writer: str
     decoder: GraphFile
     encoder: GraphFile | None = None
     step: GraphFile | None = None
-    config: Mapping[str, Any] = field(default_factory=dict)
+    config: GenaiModel = field(default_factory=lambda: GenaiModel())
 
     @property
     def graphs(self) -> list[GraphFile]:
         """All graphs, in the order in which they run."""
         return [each for each in (self.encoder, self.decoder, self.step) if each is not None]
+
+    def files(self) -> set[str]:
+        """Returns the names of the graphs and of the files of their weights."""
+        named = (name for graph in self.graphs for name in _weights(_load(graph.path)))
+        return {*(graph.path.name for graph in self.graphs), *named}
 
     def moved(self, folder: Path) -> Layout:
         """Returns the same graphs in a copy of their folder."""
@@ -249,13 +276,12 @@ def read_layout(folder: Path, names: Path | None = None, suffix: str = "") -> La
             f"{folder} holds a model of CTranslate2 ({CTRANSLATE2}), expected ONNX graphs; export "
             "the model with optimum and audit that folder"
         )
-    config: Mapping[str, Any] = {}
-    if (folder / GENAI).is_file():
-        config = read_document(folder / GENAI, dict[str, Any], "write the model again")
-        file = config.get("model", {}).get("decoder", {}).get("filename", "model.onnx")
-        if not (folder / str(file)).is_file():
-            raise InputError(f"{folder / str(file)}: expected the graph that {GENAI} names")
-        return Layout("onnxruntime-genai", described(folder / str(file)), config=config)
+    if (folder / GENAI).exists():
+        config = read_document(folder / GENAI, Genai, "write the model again").get("model", {})
+        file = config.get("decoder", {}).get("filename", "model.onnx")
+        if Path(file).name != file or not (folder / file).is_file():
+            raise InputError(f"{folder / file}: expected the graph that {GENAI} names, in {folder}")
+        return Layout("onnxruntime-genai", described(folder / file), config=config)
     encoder = _first(folder, ENCODERS, suffix)
     decoder = _first(folder, DECODERS if encoder else ALONE, suffix)
     if decoder is None:
@@ -290,12 +316,23 @@ def read_whole(path: Path) -> Layout:
 
 def _load(path: Path) -> ir.Model:
     try:
-        return ir.load(path)
+        model = ir.load(path)
     except Exception as error:  # onnx_ir raises protobuf's errors, which share no base class
         reason = " ".join(str(error).split())[:200]
         raise InputError(
             f"{path}: expected an ONNX graph, found: {reason}; write it again"
         ) from error
+    for name in _weights(model):
+        inside = not Path(name).is_absolute() and ".." not in Path(name).parts
+        if not inside or not (path.parent / name).is_file():
+            raise InputError(f"{path}: expected its weights in {name}, a file beside it")
+    return model
+
+
+def _weights(model: ir.Model) -> set[str]:
+    """Returns the names of the files that hold weights of a graph."""
+    outside = (tensor for tensor in _stored(model) if isinstance(tensor, ir.ExternalTensor))
+    return {str(tensor.location) for tensor in outside}
 
 
 def _first(folder: Path, files: Sequence[str], suffix: str) -> Path | None:
@@ -307,10 +344,7 @@ def _first(folder: Path, files: Sequence[str], suffix: str) -> Path | None:
 def _named(path: Path, names: Path) -> Layout:
     if not path.is_file():
         raise InputError(f"{path}: expected one ONNX file beside --names, found a folder")
-    try:
-        given = tomllib.loads(names.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{names}: expected TOML, found {error}") from error
+    given = read_toml(names)
     remedy = "give one name, in quotation marks, for each meaning; docs/audit.md has an example"
     given = checked(given, dict[str, dict[str, str | list[str]]], str(names), remedy)
     if unknown := given.keys() - ROLES.keys():

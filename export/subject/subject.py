@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
@@ -54,13 +54,17 @@ class OpenedModel(Subject[ModelT]):
 class FolderCopy(ABC):
     """An editable copy of a folder; the original is only read."""
 
-    def __init__(self, original: Path, folder: Path) -> None:
-        """Copies the folder, unless an earlier copy lies there.
+    def __init__(self, original: Path, folder: Path, files: Iterable[str] | None = None) -> None:
+        """Copies the folder, or some of its files, unless an earlier copy lies there.
 
         No links: onnx_ir and onnxruntime refuse weights outside of the folder, and onnx_ir those
         with several hard links too.
         """
-        if not folder.is_dir():
+        if files is not None and not folder.is_dir():
+            for name in files:
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(original / name, folder / name)
+        elif not folder.is_dir():
             shutil.copytree(original, folder)
         self.original, self.folder = original, folder
         self.touched: set[str] = set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -22,6 +23,7 @@ from transferry.export.audit import Audit, Planting, audit, tolerance_of
 from transferry.export.faults.foreign_faults import FAULTS
 from transferry.export.faults.gate import Gate
 from transferry.export.subject.foreign import ForeignFolder
+from transferry.export.subject.graph_copy import GraphCopy
 from transferry.export.subject.layout import GraphFile, read_layout, read_whole
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.ort.session import SessionOptions
@@ -97,6 +99,7 @@ def spoiled(graphs: Path, kind: str, folder: Path) -> Path:
         ("one row of the embedding", "vocabulary .*exceeds"),
         ("a weight in 8 bits", "error .* of the entry.s unit exceeds"),
         ("later rows of a batch", "alone and in batches padded right"),
+        ("repeated rows", "batches of 1 to 128: logits: error"),
         ("swapped cache rows", "padded right"),
         ("noise", "repeated runs: .* differs by"),
         ("another declared shape", "declared types and shapes: .*logits declares"),
@@ -162,7 +165,7 @@ def test_faults_that_the_checks_miss_are_told(
 ) -> None:
     monkeypatch.setattr(Gate, "caught_by", lambda *_: "")
     checkpoint = load_checkpoint(writer_run_folder)
-    subject = ForeignFolder(read_layout(writer), SessionOptions(), checkpoint)
+    subject = ForeignFolder(read_layout(writer), SessionOptions(), checkpoint, ["right"])
     report = audit(writer, subject, [], planting=Planting(plant=True))
     assert not report.passed
     harmless = {item.kind for item in report.self_test if not item.changes_answer}
@@ -225,12 +228,12 @@ FUNCTIONS = """
 import torch
 
 def audited():
-    torch.manual_seed(0)
-    return torch.nn.Module.__call__ and Linear(), {"x": torch.randn(5, 4)}
+    return Linear(), {"x": torch.randn(5, 4)}
 
 class Linear(torch.nn.Module):
     def __init__(self):
         super().__init__()
+        torch.manual_seed(0)
         self.inner = torch.nn.Linear(4, 3)
 
     def forward(self, x):
@@ -239,6 +242,21 @@ class Linear(torch.nn.Module):
 def wrong():
     return 3
 
+def plain():
+    return Linear().inner, {"x": torch.randn(5, 4)}
+
+def listed():
+    return Linear().inner, [torch.randn(5, 4)]
+
+def cases():
+    return Linear().inner, [[torch.randn(5, 4)], {"x": torch.randn(3, 4)}]
+
+def misnamed():
+    return Linear().inner, {"y": torch.randn(5, 4)}
+
+def several():
+    return Linear().inner, [torch.randn(5, 4)] * 2
+
 def failing():
     raise ValueError("no weights")
 
@@ -246,7 +264,6 @@ def leaving():
     raise SystemExit("left early")
 
 def of_gradients():
-    torch.manual_seed(0)
     return Linear(), {"x": torch.randn(5, 4).bfloat16().requires_grad_()}
 
 def rowless():
@@ -273,6 +290,13 @@ def examples(
     (folder / "text.onnx").write_text("no graph")
     (folder / "list.toml").write_text('inputs = ["input_ids"]')
     (folder / "table.toml").write_text('[cache]\npast = "k0"')
+    (folder / "deep.toml").write_text(f"x = {'[' * 3000}{']' * 3000}")
+    os.mkfifo(folder / "pipe.toml")
+    for name in ("pipe", "deep", "typed"):
+        (folder / name).mkdir()
+    os.mkfifo(folder / "pipe" / "genai_config.json")
+    (folder / "deep" / "genai_config.json").write_text("[" * 3000 + "]" * 3000)
+    (folder / "typed" / "genai_config.json").write_text('{"model": [1]}')
     (folder / "several.toml").write_text('[inputs]\ntokens = ["input_ids"]')
     model = ir.load(writer / "model.onnx")
     both = ir.Value(name="decoder_input_ids", type=ir.TensorType(ir.DataType.INT64))
@@ -297,6 +321,11 @@ def examples(
         helper.make_node("Add", ["product", "b"], ["y"]),
     ]
     weight, bias = (each.detach().numpy() for each in (inner.weight, inner.bias))
+    model = onnx.load(writer / "model.onnx", load_external_data=False)
+    outside = max(model.graph.initializer, key=lambda each: len(each.raw_data))
+    onnx.external_data_helper.set_external_data(outside, "../w.bin")
+    outside.ClearField("raw_data")
+    onnx.save(model, folder / "outside.onnx")
     for name, scale in (("m.onnx", 1.0), ("off.onnx", 1.0001)):
         _write(folder / name, nodes, w=weight.T * np.float32(scale), b=bias)
     return folder
@@ -304,7 +333,10 @@ def examples(
 
 @pytest.mark.parametrize(
     ("graph", "function", "code"),
-    [("m", "audited", 0), ("m", "of_gradients", 0), ("off", "audited", 4)],
+    [
+        *(("m", name, 0) for name in ("audited", "of_gradients", "plain", "listed", "cases")),
+        *(("off", name, 4) for name in ("audited", "listed")),
+    ],
 )
 def test_a_function_is_the_reference(
     graph: str, function: str, code: int, examples: Path, monkeypatch: pytest.MonkeyPatch
@@ -337,6 +369,14 @@ def test_names_of_a_toml_file(examples: Path, writer_run_folder: Path) -> None:
         ("text.onnx --reference run", 3, "expected an ONNX graph"),
         ("graphs --reference run --suffix _int8", 3, "expected model_int8.onnx or decoder_model"),
         ("graph.onnx --reference run --names list.toml", 3, "list.toml: Expected `object`"),
+        ("graph.onnx --reference run --names deep.toml", 3, "deep.toml is not TOML: "),
+        ("graph.onnx --reference run --names pipe.toml", 3, "found a pipe, a device or a socket"),
+        ("pipe --reference run", 3, "genai_config.json: expected a file, found a pipe"),
+        ("deep --reference run", 3, "genai_config.json is not JSON (it is nested too deeply)"),
+        ("typed --reference run", 3, "genai_config.json: Expected `object`, got `array`"),
+        ("outside.onnx --reference run", 3, "expected its weights in ../w.bin, a file beside it"),
+        ("m.onnx --reference audited_functions:misnamed", 3, "gives y; return one tensor for each"),
+        ("m.onnx --reference audited_functions:several", 3, "gives 2 tensors; return one tensor"),
         ("graph.onnx --reference run --names table.toml", 3, "expected the tables inputs, outputs"),
         ("graph.onnx --reference run --names several.toml", 3, "expected one name for tokens"),
         ("x.onnx --reference run", 3, "say it with --names"),
@@ -361,6 +401,19 @@ def test_mistakes_are_told(
     assert message in refused.stderr
 
 
+def test_a_copy_holds_the_files_that_the_graphs_name(writer: Path, tmp_path: Path) -> None:
+    """A graph may lie in a home directory, with gigabytes beside it."""
+    folder = tmp_path / "graphs"
+    folder.mkdir()
+    model = ir.load(writer / "model.onnx")
+    ir.save(model, folder / "model.onnx", external_data="weights.bin")
+    for name in ("photo.jpg", "tokenizer.json"):
+        (folder / name).touch()
+    GraphCopy(read_layout(folder), tmp_path / "copy", ["tokenizer.json"])
+    copied = {path.name for path in (tmp_path / "copy").iterdir()}
+    assert copied == {"model.onnx", "weights.bin", "tokenizer.json"}
+
+
 def test_names_that_a_graph_lacks_are_told(writer: Path) -> None:
     graph = GraphFile(writer / "model.onnx", {}, {})
     with pytest.raises(Exception, match="has no input 'ids'"):
@@ -376,6 +429,17 @@ def test_the_suffix_chooses_the_graphs(writer: Path, tmp_path: Path) -> None:
             shutil.copy(writer / "model.onnx", tmp_path / "onnx" / f"{name}{suffix}.onnx")
     found = [graph.path.name for graph in read_layout(tmp_path, suffix="_quantized").graphs]
     assert found == ["encoder_model_quantized.onnx", "decoder_model_merged_quantized.onnx"]
+
+
+def test_a_padding_that_a_graph_cannot_take_is_found_without_text(
+    writer: Path, writer_run_folder: Path
+) -> None:
+    subject = ForeignFolder(
+        read_layout(writer), SessionOptions(), load_checkpoint(writer_run_folder), ["left"]
+    )
+    report = audit(writer, subject, [])
+    assert any("alone and in batches padded left" in fault for fault in report.faults)
+    assert "tokens of searches on text (give 16 lines" in report.settings["compared"]
 
 
 def test_the_token_that_pads_is_in_no_random_source(reader_run_folder: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from transferry.export.checks.check import Findings, prove
 from transferry.export.checks.numbers import BLOCK, batch_sizes, compare_cases, positions
-from transferry.export.oracle.cases import random_case, sizes
+from transferry.export.oracle.cases import many_rows, random_case, sizes
 from transferry.export.oracle.oracle import SHAKES, Oracle
 from transferry.export.subject.subject import OpenedModel
 from transferry.runtime.bundle.bundle import Bundle
@@ -69,7 +69,7 @@ class WrongInBatch(PortableDecoder):
 def test_one_wrong_size_of_a_batch_is_named(oracle: Oracle, bundle: Bundle, size: int) -> None:
     wrong = WrongInBatch(bundle, bundle.variant(), SessionOptions())
     wrong.size = size
-    found = prove([batch_sizes(OpenedModel(wrong), oracle, 70)])
+    found = prove([batch_sizes(OpenedModel(wrong), oracle, many_rows(oracle.config, 70))])
     wrong_tensors = [item.tensor for item in found.comparisons if item.fault]
     assert wrong_tensors == (["logits"] if size else [])
     assert [case.name for case in found.failing] == ([f"batch of {size}"] if size else [])
