@@ -17,7 +17,6 @@ from transferry.runtime.console.shared_options import (
     explicit,
     option,
 )
-from transferry.runtime.errors import UsageError
 
 
 @command(
@@ -70,8 +69,7 @@ Examples:
 @option(
     "--one-graph-beam",
     type=click.IntRange(1, 64),
-    default=1,
-    help="Beams of --one-graph; 1 is greedy search.",
+    help="Beams of its search, which implies --one-graph. Default: 1, greedy search.",
 )
 @option("--quiet", is_flag=True, help="Print no progress.")
 def export(
@@ -84,7 +82,7 @@ def export(
     variants: tuple[str, ...],
     calibrate: Path | None,
     one_graph: bool,
-    one_graph_beam: int,
+    one_graph_beam: int | None,
     quiet: bool,
     **card: str | None,
 ) -> None:
@@ -101,8 +99,6 @@ def export(
     from transferry.runtime.io.folders import names_function
     from transferry.runtime.io.lines import some_lines
 
-    if one_graph_beam > 1 and not one_graph:
-        raise UsageError("--one-graph-beam has no effect without --one-graph")
     own = names_function(str(checkpoint))
     if own and "variants" not in explicit(click.get_current_context()):
         variants = ()  # fusion knows the reference's modules
@@ -131,7 +127,7 @@ def export(
                 texts=texts,
                 variants=variants,
                 calibrate=typical,
-                one_graph=one_graph_beam if one_graph else 0,
+                one_graph=one_graph_beam or int(one_graph),
             ),
             force=force,
             traces=click.get_current_context().ensure_object(Traces),

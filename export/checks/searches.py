@@ -33,6 +33,7 @@ from transferry.runtime.tokenizer.special_tokens import AnyTokenizer
 SCREENED = "greedy, screened"
 GIVEN_BEGINNINGS = "given beginnings, in one graph"
 ROWS = 7  # of the given beginnings
+BEGUN = ("forced_begin", "prefix")
 
 
 @dataclass(frozen=True)
@@ -221,12 +222,15 @@ def whole_searches(subject: BundleSubject, oracle: Oracle, text: Text, rows: int
 
     found = [Search(subject.one_graph.name, subject.model, sources, options, answers)]
     if oracle.config.encoder_layers:
-        found.append(_given_beginnings(subject, oracle, sources[:ROWS]))
+        found.append(_given_beginnings(subject, oracle, sources[:ROWS], text.generation))
     return [search.check(oracle) for search in found]
 
 
 def _given_beginnings(
-    subject: BundleSubject, oracle: Oracle, sources: Sequence[Sequence[int]]
+    subject: BundleSubject,
+    oracle: Oracle,
+    sources: Sequence[Sequence[int]],
+    generation: Mapping[str, Any],
 ) -> Search:
     """Feeds random beginnings as long as the positions allow, up to the whole vocabulary."""
     config, special = oracle.config, oracle.special
@@ -234,7 +238,9 @@ def _given_beginnings(
     generator = np.random.default_rng(0)
     allowed = np.setdiff1d(np.arange(config.vocabulary_size), special.ends)
     prefixes = [generator.permutation(allowed)[:length].tolist() for _ in sources]
-    options = one_graph_options(Text(config, sources, {}, length + 1), subject.one_graph.beam)
+    # The graph has the rules of the defaults, whatever the beginning is.
+    given = {name: value for name, value in generation.items() if name not in BEGUN}
+    options = one_graph_options(Text(config, sources, given, length + 1), subject.one_graph.beam)
 
     def answers() -> Sequence[Answers]:
         found = subject.one_graph.answers(sources, options, special, prefixes=prefixes)

@@ -6,6 +6,7 @@ They leave the step graphs as they are, so that only the comparison of whole ans
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import numpy as np
 import onnx_ir as ir
@@ -19,7 +20,8 @@ from transferry.runtime.proof.one_graph import beams_of
 FAULTS = Faults()
 GREEDY = ("padding of ended rows scored", "forced first tokens not scored")
 BEAMS = ("cache rows not selected", "length penalty dropped")
-RULES = "forbidden tokens allowed"  # only where the model has such a rule
+# Only where the model has such rules.
+RULES, FORCED = "forbidden tokens allowed", "the last token not forced"
 # Place of the Loop's carried values among the outputs of its body, after whether to go on.
 LOG_PROBABILITIES = 5
 
@@ -27,7 +29,8 @@ LOG_PROBABILITIES = 5
 def one_graph_faults(copy: BundleCopy) -> list[Fault]:
     """Returns the faults of the graph `generate` that a copy made with `whole` can have."""
     absent = [*(BEAMS if beams_of(copy.specs[ONE_GRAPH]) == 1 else GREEDY)]
-    absent += [] if _choices(copy, "ScatterND") else [RULES]
+    absent += [] if [*_scattered(copy)] else [RULES]
+    absent += [] if _forced_end(copy) else [FORCED]
     absent += [] if _choices(copy, "Pow") else [BEAMS[1]]
     found = [fault for fault in FAULTS if fault.applies(copy.config) and fault.kind not in absent]
     return [
@@ -130,13 +133,38 @@ def _unscored(copy: BundleCopy) -> str:
     return "a log-probability counts the chosen tokens alone"
 
 
+def _scattered(copy: BundleCopy) -> Iterator[ir.Node]:
+    """Yields the nodes that write what rules forbid or change into a table."""
+    for operator in ("ScatterND", "ScatterElements"):
+        yield from _choices(copy, operator)
+
+
 @FAULTS.kind(RULES)
 def _allowed(copy: BundleCopy) -> str:
-    for node in _choices(copy, "ScatterND"):
+    for node in _scattered(copy):
         nothing = node.inputs[0]
         assert nothing is not None
         replace(node.outputs[0], given(nothing))
-    return "neither suppress nor min_length holds"
+    return "no rule forbids a token"
+
+
+def _forced_end(copy: BundleCopy) -> ir.Node | None:
+    """Returns the comparison of an answer's next length with the limit, where its end is forced."""
+    inner = set(_body(copy))
+    for node in _choices(copy, "Equal"):
+        length, limit = (value.producer() if value is not None else None for value in node.inputs)
+        if length is not None and length.op_type == "Add" and limit not in inner:
+            return node
+    return None
+
+
+@FAULTS.kind(FORCED)
+def _unforced(copy: BundleCopy) -> str:
+    node = _forced_end(copy)
+    if node is None:
+        raise copy.absent("the limit at which an answer is forced to end")
+    replace(node.outputs[0], lambda value: add(value, "And", value, add(value, "Not", value)))
+    return "any token may be the last"
 
 
 @FAULTS.kind("stale cache positions")

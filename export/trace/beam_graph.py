@@ -15,7 +15,8 @@ import onnx_ir as ir
 
 from transferry.export.trace.editing import cast
 from transferry.export.trace.graph import Graph
-from transferry.export.trace.search_graph import END, SearchGraph
+from transferry.export.trace.search_graph import SearchGraph
+from transferry.export.trace.tape import END
 
 
 class BeamGraph(SearchGraph):
@@ -42,12 +43,17 @@ class BeamGraph(SearchGraph):
         "best_lengths": ("int64", 2),
         "best_totals": ("float32", 2),
         "best_scores": ("float32", 2),
+        "excess": ("float32", 2),
+        "best_excess": ("float32", 2),
     }
 
     def __init__(self, *given: Any, beam: int) -> None:
         super().__init__(*given)
         self.beam = beam
         self._sentences: ir.Value | None = None  # of each row of the Loop
+        # Whether beams are ranked by other values than the model's log-probabilities; `excess` are
+        # the model's less these.
+        self.changes = self.options.repetition_penalty != 1 or bool(self.options.forced_end)
 
     def _part(
         self, graph: Graph, prefix: str, feeds: Mapping[str, ir.Value]
@@ -87,7 +93,11 @@ class BeamGraph(SearchGraph):
             "best_totals": main.filled(np.float32(-np.inf), batch, beam),
             "best_scores": main.filled(np.float32(-np.inf), batch, beam),
             "failed": main.filled(np.bool_(False), batch),
+            **({name: main.filled(np.float32(0), batch, beam) for name in self._excesses()}),
         }
+
+    def _excesses(self) -> Sequence[str]:
+        return ("excess", "best_excess") if self.changes else ()
 
     def _answers(self, results: Mapping[str, ir.Value], batch: ir.Value) -> list[ir.Value]:
         main, found = self.main, results["best_tokens"]
@@ -95,8 +105,12 @@ class BeamGraph(SearchGraph):
         tokens = main.op("Reshape", [found, shape])
         nan = main.constant(np.float32(np.nan))
         failed = main.unsqueezed(results["failed"], 1)
-        totals = main.op("Where", [failed, nan, results["best_totals"]])
-        return [tokens, results["best_lengths"], totals]
+        totals = results["best_totals"]
+        if self.changes:
+            totals = main.op("Add", [totals, results["best_excess"]])
+        totals = main.op("Where", [failed, nan, totals])
+        scores = [results["best_scores"]] if self.changes else []
+        return [tokens, results["best_lengths"], totals, *scores]
 
     def _choose(
         self,
@@ -107,7 +121,7 @@ class BeamGraph(SearchGraph):
     ) -> tuple[dict[str, ir.Value], Sequence[ir.Value]]:
         """Ranks the continuations of all beams; see `BeamStrategy._follow`."""
         step, beam = self.step, self.beam
-        candidates, failed = self._candidates(given, logits)
+        candidates, failed, excess = self._candidates(given, logits)
         values, parents, tokens = candidates
         lowest = step.constant(np.finfo(np.float32).min)
         nothing = step.constant(np.float32(-np.inf))
@@ -125,7 +139,7 @@ class BeamGraph(SearchGraph):
         base = step.unsqueezed(step.op("Mul", [sentence, step.of(beam)]), 1)
         rows = step.op("Add", [base, parents])
         candidates = values, rows, tokens
-        after, scale = self._hypotheses(given, length, complete, nothing, candidates, base)
+        after, scale = self._hypotheses(given, length, complete, nothing, candidates, base, excess)
         best_scores = after["best_scores"]
         # The first candidates that do not end go on.
         count = step.size(values, 1)
@@ -150,6 +164,8 @@ class BeamGraph(SearchGraph):
             "totals": step.op("Where", [column, nothing, totals]),
             "tokens": step.joined(grown, target),
         }
+        if excess is not None:
+            after["excess"] = step.picked(excess, place)
         if not self.has_encoder:
             of_row = step.op("Gather", [ended, step.op("Div", [row, step.of(beam)])], {"axis": 0})
             mask = step.op("Gather", [given["past_mask"], row], {"axis": 0})
@@ -164,6 +180,7 @@ class BeamGraph(SearchGraph):
         nothing: ir.Value,
         candidates: tuple[ir.Value, ir.Value, ir.Value],
         base: ir.Value,
+        excess: ir.Value | None,
     ) -> tuple[dict[str, ir.Value], ir.Value]:
         """Keeps the best hypotheses among the kept and the complete ones.
 
@@ -174,6 +191,7 @@ class BeamGraph(SearchGraph):
             nothing: Minus infinity.
             candidates: Log-probabilities, rows of the parents and tokens `[batch, candidates]`.
             base: First row of each sentence `[batch, 1]`.
+            excess: See `_candidates`.
 
         Returns:
             The carried values of hypotheses, and the divisor of scores of this length.
@@ -196,16 +214,20 @@ class BeamGraph(SearchGraph):
             "best_lengths": step.picked(step.joined(given["best_lengths"], lengths), order),
             "best_tokens": self._best_tokens(given, rows, tokens, base, order),
         }
+        if excess is not None:
+            both = step.joined(given["best_excess"], self._first(excess))
+            after["best_excess"] = step.picked(both, order)
         return after, scale
 
     def _candidates(
         self, given: Mapping[str, ir.Value], logits: ir.Value
-    ) -> tuple[tuple[ir.Value, ir.Value, ir.Value], ir.Value]:
+    ) -> tuple[tuple[ir.Value, ir.Value, ir.Value], ir.Value, ir.Value | None]:
         """Finds the best ways to lengthen the beams of each sentence by one token.
 
         Returns:
             Log-probabilities, parent beams and tokens `[batch, candidates]`; whether the model gave
-            NaN for a beam of a sentence `[batch]`.
+            NaN for a beam of a sentence `[batch]`; where rules change values, the model's
+            log-probabilities less those `[batch, candidates]`.
         """
         step, beam = self.step, self.beam
         size = int(self.decoder.spec.tensor("logits").shape[-1])
@@ -229,7 +251,8 @@ class BeamGraph(SearchGraph):
 
         nothing = step.constant(np.float32(-np.inf))
         wrong = step.op("IsNaN", [step.columns(last, 0, 1)])
-        values = step.op("Add", [self._allowed(last, given["tokens"]), totals])
+        ruled = self._allowed(last, given["tokens"])
+        values = step.op("Add", [ruled, totals])
         values = step.op("Where", [wrong, nothing, values])
         values = step.op("Reshape", [values, step.of(-1, beam * size)])
         lowest = step.constant(np.finfo(np.float32).min)
@@ -241,7 +264,13 @@ class BeamGraph(SearchGraph):
             "TopK", [values, step.of(count)], {"axis": 1}, num_outputs=2
         )
         parents = step.op("Div", [places, step.of(size)])
-        return (values, parents, step.op("Mod", [places, step.of(size)])), failed
+        excess = None
+        if self.changes:
+            more = step.op("Where", [step.op("GreaterOrEqual", [ruled, lowest]), ruled, last])
+            more = step.op("Reshape", [step.op("Sub", [last, more]), step.of(-1, beam * size)])
+            kept = step.picked(given["excess"], parents)
+            excess = step.op("Add", [kept, step.picked(more, places)])
+        return (values, parents, step.op("Mod", [places, step.of(size)])), failed, excess
 
     def _best_tokens(
         self,

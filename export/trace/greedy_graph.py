@@ -8,7 +8,8 @@ from typing import ClassVar
 import numpy as np
 import onnx_ir as ir
 
-from transferry.export.trace.search_graph import END, SearchGraph
+from transferry.export.trace.search_graph import SearchGraph
+from transferry.export.trace.tape import END
 from transferry.runtime.bundle.specs import ANSWERS
 
 

@@ -12,24 +12,25 @@ from typing import Any, ClassVar
 
 import numpy as np
 import onnx_ir as ir
-from numpy.typing import NDArray
 from onnx_ir.convenience import replace_all_uses_with
 
 from transferry.export.trace.editing import cast, described, drop_unused
 from transferry.export.trace.graph import Graph, Specs, spec
-from transferry.runtime.bundle.specs import ONE_GRAPH, GraphSpec, TensorSpec
+from transferry.export.trace.search_rules import History, Rules
+from transferry.export.trace.tape import Tape
+from transferry.runtime.bundle.specs import ONE_GRAPH, SCORES, GraphSpec, TensorSpec
 from transferry.runtime.decoding.generation_options import GenerationOptions, generation_options
 from transferry.runtime.errors import UsageError
 from transferry.runtime.tokenizer.special_tokens import SpecialTokens
 
 # Rules of a search that the graph does not have. Options that choose another search, such as
 # `beam`, do not concern it; `forced_begin` and `prefix` are part of its input.
-REFUSED = (
+REFUSED = ("min_total_length", "max_total_length", "stop")
+OF_HISTORY = (
     *("repetition_penalty", "no_repeat_ngram", "suppress_sequences", "suppress_begin"),
-    *("forced_end", "min_total_length", "max_total_length", "stop"),
+    "forced_end",
 )
 MOST_BEAMS = 64
-END = 1 << 40  # behind the last column
 
 
 def require_one_graph(architecture: str, generation: Mapping[str, Any], beam: int = 1) -> None:
@@ -66,63 +67,13 @@ def require_one_graph(architecture: str, generation: Mapping[str, Any], beam: in
 PARTS = ("encoder.", "prompt.", "step.", "search.", "choice.")
 
 
-class Tape(ir.tape.Tape):
-    """Nodes of one graph, with the combinations of operators that searches repeat."""
-
-    def of(self, *numbers: int, flat: bool = True) -> ir.Value:
-        """Returns an int64 constant: `[numbers]`, or a scalar if not flat."""
-        return self.constant(np.array(numbers if flat else numbers[0], np.int64))
-
-    def constant(self, array: NDArray[Any] | np.generic) -> ir.Value:
-        """Returns a constant."""
-        return self.op("Constant", [], {"value": ir.tensor(array)})
-
-    def integers(self, value: ir.Value) -> ir.Value:
-        """Casts to int64."""
-        return cast(self, value, ir.DataType.INT64)
-
-    def size(self, value: ir.Value, axis: int) -> ir.Value:
-        """Returns the size of one dimension `[1]` int64."""
-        return self.op("Shape", [value], {"start": axis, "end": axis + 1})
-
-    def filled(self, number: Any, *shape: ir.Value) -> ir.Value:
-        """Returns a tensor of equal entries, whose sizes are given as `[1]` each."""
-        sizes = self.op("Concat", list(shape), {"axis": 0})
-        return self.op("ConstantOfShape", [sizes], {"value": ir.tensor(np.array([number]))})
-
-    def joined(self, *values: ir.Value) -> ir.Value:
-        """Concatenates columns."""
-        return self.op("Concat", list(values), {"axis": 1})
-
-    def any(self, values: ir.Value, axis: int) -> ir.Value:
-        """Whether any entry along an axis is true."""
-        most = self.op("ReduceMax", [self.integers(values), self.of(axis)], {"keepdims": 0})
-        return cast(self, most, ir.DataType.BOOL)
-
-    def columns(self, value: ir.Value, first: int, last: int) -> ir.Value:
-        """Returns the columns from `first` up to `last`, excluded."""
-        return self.op("Slice", [value, self.of(first), self.of(last), self.of(1)])
-
-    def picked(self, value: ir.Value, places: ir.Value) -> ir.Value:
-        """Returns entries of each row by their columns."""
-        return self.op("GatherElements", [value, places], {"axis": 1})
-
-    def range(self, count: ir.Value) -> ir.Value:
-        """Returns 0, 1, 2, ... up to a scalar count."""
-        return self.op("Range", [self.of(0, flat=False), count, self.of(1, flat=False)])
-
-    def unsqueezed(self, value: ir.Value, axis: int) -> ir.Value:
-        """Adds a dimension of size 1."""
-        return self.op("Unsqueeze", [value, self.of(axis)])
-
-
 class SearchGraph(ABC):
     """Composes the portable graphs of a model that generates into a search.
 
     Attributes:
         graphs: The portable graphs; they stay as they are.
         special: The ids that pad and end.
-        options: The bundle's generation defaults; `suppress` and `min_length` are kept.
+        options: The bundle's generation defaults, whose rules are kept.
         max_positions: Positions of the model, which bound an answer.
     """
 
@@ -142,6 +93,8 @@ class SearchGraph(ABC):
         self.has_encoder = "encoder" in graphs
         self.decoder = graphs["decoder"]
         self.weights: dict[str, ir.Value] = {}
+        # Prompt and limit of each row, and the number of forced tokens, for rules that read them.
+        self._history: tuple[ir.Value, ir.Value, ir.Value] | None = None
         self.main, self.step = Tape(), Tape()
         self.inputs = {item.name: described(ir.Value(), item) for item in self._inputs()}
 
@@ -157,12 +110,14 @@ class SearchGraph(ABC):
     def graph(self) -> Graph:
         """Returns the graph."""
         each = self._each_answer()
-        outputs = (
+        outputs: Specs = (
             spec("tokens", "int64", *each, "length"),
             spec("lengths", "int64", *each),
             spec("log_probabilities", "float32", *each),
         )
         results = self._search()
+        if len(results) > len(outputs):
+            outputs += (spec(SCORES, "float32", *each),)
         found = [self.main.op("Identity", [value]) for value in results]
         nodes = list(self.main.nodes)
         _name(nodes, "search")
@@ -210,11 +165,16 @@ class SearchGraph(ABC):
             target = self.inputs["target"]
             limit = main.op("Min", [limit, main.of(self.max_positions)])
         else:
+            whole = mask
             past, mask, target = self._read_prompt(source, mask, count, past)
             room = main.op("Sub", [main.of(self.max_positions + 1), count])
             limit = main.op("Min", [limit, main.op("Squeeze", [room, main.of(1)])])
         limit = main.op("Expand", [limit, batch])
         begun = main.op("Sub", [main.size(target, 1), main.of(1)])
+        if self._rules_read_history():
+            prompt = main.columns(target, 0, 1) if self.has_encoder else self._prompt(source, whole)
+            prompt, most = (self._row_of_each_beam(value, batch) for value in (prompt, limit))
+            self._history = prompt, most, begun
         feeds = {name: self._row_of_each_beam(value, batch) for name, value in feeds.items()}
         target, *past = [self._row_of_each_beam(value, batch) for value in (target, *past)]
         carried = {
@@ -232,6 +192,27 @@ class SearchGraph(ABC):
             "Loop", [trips, first, *carried.values()], {"body": body}, num_outputs=len(carried)
         )
         return self._answers(dict(zip(carried, results, strict=True)), batch)
+
+    def _rules_read_history(self) -> bool:
+        plain = GenerationOptions()
+        return any(getattr(self.options, name) != getattr(plain, name) for name in OF_HISTORY)
+
+    def _prompt(self, source: ir.Value, mask: ir.Value) -> ir.Value:
+        """Moves the tokens of each row to the right, after padding of -1."""
+        main, columns = self.main, self.main.size(source, 1)
+        places = main.range(main.op("Squeeze", [columns, main.of(0)]))
+        padding = main.integers(main.op("Not", [mask]))
+        keys = main.op("Sub", [main.op("Mul", [padding, columns]), places])
+        _, order = main.op_multi_out("TopK", [keys, columns], {"axis": 1}, num_outputs=2)
+        kept = main.op("Where", [mask, source, main.of(-1)])
+        return main.picked(kept, order)
+
+    def _allowed(self, values: ir.Value, tokens: ir.Value) -> ir.Value:
+        """Applies the rules of the search to logits or log-probabilities of the next token."""
+        size = int(self.decoder.spec.tensor("logits").shape[-1])
+        prompt, limit, begun = self._history or (tokens, tokens, tokens)
+        rules = Rules(self.step, self.options, self.special.ends, size)
+        return rules.applied(values, History(tokens, prompt, begun, limit))
 
     def _row_of_each_beam(self, value: ir.Value, batch: ir.Value) -> ir.Value:
         """Returns the rows of a tensor `[batch, ...]` as the Loop has them: one per sentence."""
@@ -378,27 +359,6 @@ class SearchGraph(ABC):
         # position left while others go on.
         live = step.op("Not", [step.unsqueezed(ended, 1)])
         return step.op("And", [step.joined(given["past_mask"], true), live])
-
-    def _allowed(self, logits: ir.Value, tokens: ir.Value) -> ir.Value:
-        """Forbids the suppressed tokens, and end tokens before the least length."""
-        step, size = self.step, self.decoder.spec.tensor("logits").shape[-1]
-        if self.options.suppress:
-            logits = step.op("Add", [logits, self._forbidding(self.options.suppress, int(size))])
-        if self.options.min_length:
-            early = step.op("Less", [step.size(tokens, 1), step.of(self.options.min_length)])
-            forbidden = self._forbidding(self.special.ends, int(size))
-            zeros = step.constant(np.zeros(1, np.float32))
-            logits = step.op("Add", [logits, step.op("Where", [early, forbidden, zeros])])
-        return logits
-
-    def _forbidding(self, tokens: Sequence[int], size: int) -> ir.Value:
-        """Returns a bias of logits that forbids tokens `[vocabulary]`."""
-        flat, step = np.array(tokens, np.int64)[:, None], self.step
-        zeros = step.op(
-            "ConstantOfShape", [step.of(size)], {"value": ir.tensor(np.zeros(1, np.float32))}
-        )
-        updates = np.full(len(flat), -np.inf, np.float32)
-        return step.op("ScatterND", [zeros, step.constant(flat), step.constant(updates)])
 
 
 def _spec(name: str, kind: str, shape: Sequence[int | str]) -> TensorSpec:

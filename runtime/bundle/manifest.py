@@ -12,7 +12,14 @@ from msgspec import Meta, Struct
 
 from transferry.runtime.bundle.card import UNKNOWN, ModelCard, joined
 from transferry.runtime.bundle.head import HeadSettings
-from transferry.runtime.bundle.specs import ANSWERS, ONE_GRAPH, Architecture, TensorSpec, Variant
+from transferry.runtime.bundle.specs import (
+    ANSWERS,
+    ONE_GRAPH,
+    SCORES,
+    Architecture,
+    TensorSpec,
+    Variant,
+)
 from transferry.runtime.decoding.generation_options import generation_options, options_of_json
 from transferry.runtime.errors import InputError, UsageError, install_command
 from transferry.runtime.io.documents import checked, parse_document
@@ -138,7 +145,7 @@ def _problem(manifest: Manifest) -> str:
     for name, variant in manifest.variants.items():
         if whole := variant.graphs.get(ONE_GRAPH):
             roles = tuple(spec.role for spec in whole.outputs)
-            if alone or variant.in_place or roles != ANSWERS:
+            if alone or variant.in_place or roles not in (ANSWERS, (*ANSWERS, SCORES)):
                 return f"variant {name!r} cannot have such a graph {ONE_GRAPH!r}"
         if name != variant.name:
             return f"variant {name!r} calls itself {variant.name!r}"

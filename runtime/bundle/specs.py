@@ -19,6 +19,7 @@ REFERENCE = "reference.npz"
 PORTABLE = "portable"  # the variant of standard ONNX operators only
 ONE_GRAPH = "generate"  # optional graph of the portable variant: greedy search whole
 ANSWERS = ("tokens", "lengths", "log_probabilities")  # roles of its outputs
+SCORES: Literal["scores"] = "scores"  # another, of beams that rules rank by other values
 
 Size = Annotated[int, Meta(ge=1, le=1 << 40)]
 # The types that the runtime handles: numpy would read "O" as pointers into memory.
@@ -91,6 +92,7 @@ Role = Literal[
     "tokens",  # [batch, length] int64: the answers, an end token included, then padding
     "lengths",  # [batch] int64: tokens of each answer, an end token included
     "log_probabilities",  # [batch]: of each answer, in nats
+    "scores",  # [batch, beam]: values by which rules rank the answers, divided by the length
 ]
 
 

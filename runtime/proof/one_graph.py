@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from transferry.runtime.bundle.bundle import Bundle
-from transferry.runtime.bundle.specs import ANSWERS, ONE_GRAPH, GraphSpec, Variant
+from transferry.runtime.bundle.specs import ANSWERS, ONE_GRAPH, SCORES, GraphSpec, Variant
 from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.decoding.hypothesis import FAILED, Hypothesis, length_normalised
 from transferry.runtime.decoding.search import pad_sources
@@ -89,16 +89,19 @@ class OneGraph:
             inputs["target"] = np.array(begun, np.int64)
         inputs["max_length"] = length
         values = {role: [runner.value(array)] for role, array in inputs.items()}
-        tokens, lengths, totals = (value.numpy() for value in runner.run(values, *ANSWERS))
+        roles = (*ANSWERS, SCORES) if runner.graph.names(SCORES) else ANSWERS
+        tokens, lengths, totals, *more = (value.numpy() for value in runner.run(values, *roles))
         shape = len(sources), self.beam
         rows = zip(
             tokens.reshape(*shape, tokens.shape[-1]).tolist(),
             lengths.reshape(shape).tolist(),
             totals.reshape(shape).tolist(),
+            # Without rules that change values, beams are ranked by their log-probabilities.
+            *(each.reshape(shape).tolist() for each in more),
             strict=True,
         )
         found = [
-            [_hypothesis(*each, options, special) for each in zip(*row, strict=True)]
+            [_hypothesis(options, special, *each) for each in zip(*row, strict=True)]
             for row in rows
         ]
         # Fewer hypotheses may exist than beams.
@@ -130,12 +133,18 @@ class OneGraph:
 
 
 def _hypothesis(
-    tokens: list[int], count: int, total: float, options: GenerationOptions, special: SpecialTokens
+    options: GenerationOptions,
+    special: SpecialTokens,
+    tokens: list[int],
+    count: int,
+    total: float,
+    score: float | None = None,
 ) -> Hypothesis:
     answer = tuple(tokens[:count])
     if not math.isfinite(total) or not answer or len(answer) != count:
         return FAILED
-    score = length_normalised(total, count, options.length_penalty)
+    if score is None:
+        score = length_normalised(total, count, options.length_penalty)
     if answer[-1] in special.ends:
         return Hypothesis(answer[:-1], total, score, "end", end=answer[-1])
     return Hypothesis(answer, total, score, "length")

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,12 @@ from tests.commands import call
 from tests.export.conftest import opened
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint, load_samples
 from transferry.build_model.train.corpus import builtin_pairs
+from transferry.export import bundle as bundle_module
+from transferry.export.bundle import Contents
 from transferry.export.torch_model import TorchDecoder
 from transferry.export.trace.beam_graph import BeamGraph
 from transferry.export.trace.graph import Graph
+from transferry.export.trace.greedy_graph import GreedyGraph
 from transferry.export.trace.search_graph import require_one_graph
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.specs import ONE_GRAPH
@@ -32,10 +36,13 @@ from transferry.runtime.proof.compare import Tolerance
 from transferry.runtime.proof.one_graph import OneGraph, beams_of
 from transferry.runtime.proof.recorded import Reference, check_reference
 
+ENDING: dict[str, Any] = {"forced_end": (2,)}
 SEARCHES: tuple[dict[str, Any], ...] = (
     {"beam": 4},
     {"beam": 3, "early_stopping": "never", "length_penalty": 0.6},
-    {"beam": 2, "early_stopping": False, "min_length": 3, "suppress": (7,)},
+    {"beam": 2, "early_stopping": False, "min_length": 3, "suppress": (7,), "suppress_begin": (9,)},
+    {"beam": 3, "length_penalty": 0.6, "repetition_penalty": 1.3, "no_repeat_ngram": 2, **ENDING},
+    {"repetition_penalty": 0.8, "no_repeat_ngram": 3, "prompt_ngrams": True, **ENDING},
 )
 LENGTH = 16
 GREEDY = GenerationOptions(max_length=20)
@@ -127,28 +134,41 @@ def test_hypotheses_are_those_of_the_search(
     plain = search(decoder, sources, GenerationOptions(max_length=LENGTH), special)
     often = Counter(token for row in plain for token in row[0].tokens).most_common(5)
     special = replace(special, more_ends=(often[1][0], often[4][0]))
+    pairs = Counter(pair for row in plain for pair in pairwise(row[0].tokens)).most_common(2)
+    sequences = *(pair for pair, _ in pairs), (often[3][0],)
     ended = set()
     # OpenVINO takes seconds to compile a graph.
     for number, chosen in enumerate(SEARCHES if runtime is in_onnxruntime else SEARCHES[:1]):
-        beam = chosen["beam"]
+        beam = chosen.get("beam", 1)
+        if beam < 3:
+            chosen = {**chosen, "suppress_sequences": sequences}
         graphs = {
             name: Graph(ir.load(bundle.graph(spec)), spec) for name, spec in variant.steps.items()
         }
         positions = int(bundle.manifest.model["max_positions"])
-        made = BeamGraph(graphs, special, chosen, positions, beam=beam).graph()
+        given = graphs, special, chosen, positions
+        composer = BeamGraph(*given, beam=beam) if beam > 1 else GreedyGraph(*given)
+        made = composer.graph()
         path = tmp_path / f"{number}.onnx"
         ir.save(made.model, path, external_data=f"{number}.bin")
-        tokens, lengths, totals = runtime(path)(feeds)
-        assert (tokens.shape[1], lengths.shape[1:], totals.shape[1:]) == (beam, (beam,), (beam,))
+        tokens, lengths, totals, *scores = runtime(path)(feeds)
+        each = () if beam == 1 else (beam,)
+        assert (tokens.shape[1:-1], lengths.shape[1:], totals.shape[1:]) == (each, each, each)
+        tokens = tokens.reshape(len(sources), beam, -1)
+        lengths, totals, *scores = (x.reshape(-1, beam) for x in (lengths, totals, *scores))
+        assert bool(scores) == (beam > 1 and "repetition_penalty" in chosen)
         options = GenerationOptions(max_length=LENGTH, n_best=beam, **chosen)
         wanted = search(decoder, sources, options, special)
         ended |= {len(one.tokens) for row in wanted for one in row if one.end is not None}
         for row, hypotheses in enumerate(wanted):
-            found = [tuple(tokens[row, k, : lengths[row, k]].tolist()) for k in range(beam)]
+            exist = range(int((lengths[row] > 0).sum()))
+            found = [tuple(tokens[row, k, : lengths[row, k]].tolist()) for k in exist]
             assert found == [one.scored_tokens for one in hypotheses], chosen
-            np.testing.assert_allclose(
-                totals[row], [one.log_probability for one in hypotheses], atol=1e-4
-            )
+            own = [one.log_probability for one in hypotheses]
+            np.testing.assert_allclose(totals[row, exist], own, atol=1e-4)
+            for given_scores in scores:
+                ranked = [one.score for one in hypotheses]
+                np.testing.assert_allclose(given_scores[row, exist], ranked, atol=1e-4)
     assert len(ended) >= 3
 
 
@@ -196,8 +216,8 @@ def test_beams_that_are_not_recorded_are_compared_with_the_search(
     ("architecture", "generation", "beam", "named"),
     [
         ("encoder-only", {}, 1, "encoder-only"),
-        ("encoder-decoder", {"no_repeat_ngram": 3}, 1, "no_repeat_ngram"),
-        ("encoder-decoder", {"repetition_penalty": 1.2}, 1, "repetition_penalty"),
+        ("encoder-decoder", {"stop": ("a",)}, 1, "stop"),
+        ("decoder-only", {"max_total_length": 9}, 1, "max_total_length"),
         ("decoder-only", {"prefix": (3,)}, 1, "prefix"),
         ("encoder-decoder", {"renormalise": True}, 4, "renormalise"),
         ("encoder-decoder", {}, 65, "between 1 and 64, but are 65"),
@@ -211,13 +231,24 @@ def test_what_it_cannot_keep_is_refused_by_name(
 
 
 def test_what_it_keeps_is_not_refused() -> None:
-    kept = {"beam": 4, "suppress": (3,), "min_length": 2, "forced_begin": 5}
+    kept = {"beam": 4, "suppress": (3,), "min_length": 2, "forced_begin": 5, **ENDING}
     for generation in (kept, {"renormalise": True}):
         require_one_graph("encoder-decoder", generation, 1)
 
 
-def test_beams_without_one_graph_are_refused(run_folder: Path, tmp_path: Path) -> None:
-    refused = call("export", run_folder, "--out", tmp_path / "bundle", "--one-graph-beam", "4")
-    assert refused.exit_code == 2
-    assert "--one-graph-beam has no effect without --one-graph" in refused.stderr
-    assert not (tmp_path / "bundle").exists()
+@pytest.mark.parametrize(
+    ("options", "beams"),
+    [("", 0), ("--one-graph", 1), ("--one-graph-beam 4", 4), ("--one-graph --one-graph-beam 2", 2)],
+)
+def test_beams_imply_one_graph(
+    options: str, beams: int, run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def refused(checkpoint: Checkpoint, out: Path, contents: Contents, **_: Any) -> None:
+        asked.append(contents.one_graph)
+        raise UsageError("enough")
+
+    monkeypatch.setattr(bundle_module, "export_bundle", refused)
+    call("export", run_folder, "--out", tmp_path / "bundle", *options.split())
+    assert asked == [beams]
