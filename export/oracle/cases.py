@@ -149,7 +149,7 @@ def largest_batches(config: ModelConfig, rows: int, *, seed: int = 0) -> Iterato
 
 
 def many_rows(config: ModelConfig, rows: int, past: int = 1, *, seed: int = 0) -> Case:
-    """Returns a case of short rows of which one token is fed, all in their order."""
+    """Returns a case of short rows; one token of each is fed, and all keep their order."""
     case = random_case(config, rows, 2, past, seed=seed)
     return replace(case, target=case.target[:, : case.past + 1], rows=None)
 

@@ -199,6 +199,17 @@ def test_what_finds_nothing_to_edit_raises(bundle: Bundle, tmp_path: Path) -> No
             fault.plant(copy)
 
 
+def test_a_bias_of_zeros_is_no_place_for_a_fault(bundle: Bundle, tmp_path: Path) -> None:
+    """Most BART folders leave the bias of the output at zero."""
+    copy = BundleCopy(bundle, bundle.variant(), tmp_path / "copy")
+    biases = [name for name in copy.names() if name.endswith("feed_forward.inner.bias")]
+    for name in biases:
+        copy.edit(name, np.zeros_like)
+    (fault,) = [each for each in FAULTS if each.kind == "a bias dropped"]
+    assert biases
+    assert fault.plant(copy) is None
+
+
 def test_sweep_runs_through_the_vocabulary(pair: Pair) -> None:
     """All of it is read; of targets as many as their logits fit into memory."""
     config = dataclasses.replace(pair[0].model.config, vocabulary_size=5000, max_positions=16)
