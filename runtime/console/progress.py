@@ -200,11 +200,12 @@ def progress(quiet: bool, unit: str = "") -> Iterator[Callable[..., None]]:
 @contextlib.contextmanager
 def _watching(job: Job, *, stdin: bool, quiet: bool) -> Iterator[Callable[[Summary], None]]:
     """Shows how far a job is; the rows of stdin are not counted."""
-    total = None if stdin or quiet else job.count()
+    counted_first = None if stdin or quiet else job.count()
     with progress(quiet, "rows") as show:
 
         def watch(summary: Summary) -> None:
             errors = counted(summary.bad_rows, "error") if summary.bad_rows else ""
+            total = summary.total if counted_first is None else counted_first
             done, note = summary.rows + summary.ahead, filter(None, [errors, summary.note])
             show("rows", done if total is None else min(done, total), total, ", ".join(note))
 

@@ -164,7 +164,7 @@ JOB_PANELS = {
         *("column", "output_column", "keep", "drop", "format_in", "encoding", "delimiter"),
         *("sheet", "format", "limit", "force"),
     ),
-    JOB: ("partition", "chunk_rows", "max_errors"),
+    JOB: ("partition", "partition_by", "chunk_rows", "max_errors"),
     PROOF: ("canary",),
 }
 _SESSION = ("runtime", "provider", "threads", "optimisation")

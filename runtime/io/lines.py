@@ -86,6 +86,7 @@ def read_raw_lines(
     keep_ends: bool = False,
     encoding: str | None = None,
     pages: bool = True,
+    start: int = 0,
 ) -> Iterator[bytes]:
     r"""Streams the lines as bytes, for readers that continue after a line that is not UTF-8.
 
@@ -97,6 +98,7 @@ def read_raw_lines(
         encoding: Encoding of the file. Default: UTF-8, or by its byte order mark. Where
             this encoding has other line ends, as UTF-16 has, the lines come in UTF-8.
         pages: Whether lines may be those of a page in HTML.
+        start: Byte at which a line begins, in a file that is not packed.
 
     Raises:
         InputError: The file is unreadable, binary, damaged, or has other line ends.
@@ -106,16 +108,18 @@ def read_raw_lines(
     with _unpacked(path) as unpacked:
         file = _with_usual_ends(unpacked, encoding, shown)
         refuse_other_content(file.peek(), shown, encoding_of_lines(encoding), pages=pages)
-        for line in _bounded(file, shown):
+        if start:
+            file.seek(start)
+        for line in _bounded(file, shown, start):
             if keep_ends or isinstance(line, LongLine):
                 yield line
             else:
                 yield line[:-2] if line.endswith(b"\r\n") else line.removesuffix(b"\n")
 
 
-def _bounded(file: io.BufferedReader, shown: str) -> Iterator[bytes]:
+def _bounded(file: io.BufferedReader, shown: str, start: int = 0) -> Iterator[bytes]:
     """Yields lines with their ends, and a LongLine in the place of a long one."""
-    for number, line in enumerate(iter(partial(file.readline, MOST_LINE), b"")):
+    for number, line in enumerate(iter(partial(file.readline, MOST_LINE), b""), start):
         whole = len(line) < MOST_LINE or line.endswith(b"\n")
         if number == 0:
             line = line.removeprefix(codecs.BOM_UTF8)
@@ -135,6 +139,18 @@ def _rest(file: io.BufferedReader) -> Iterator[bytes]:
         yield piece
         if piece.endswith(b"\n"):
             return
+
+
+def is_plain(path: Path | str | Stored, encoding: str | None) -> bool:
+    """Whether a file is not packed, and its lines end in the byte of a line feed."""
+    try:
+        with open_stream(path) as file:
+            head = file.peek(10)
+    except OSError as error:
+        raise unreadable(path, error) from error
+    marked = next((name for mark, name in _MARKS.items() if head.startswith(mark)), "utf-8")
+    packed_as = any(re.match(start, head) for start in PACKED.values())
+    return not packed_as and "\n".encode(encoding or marked) == b"\n"
 
 
 def encoding_of_lines(encoding: str | None) -> str:

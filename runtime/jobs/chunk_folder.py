@@ -2,129 +2,165 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
-import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+import shutil
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import overload
 
-from transferry.runtime.errors import InputError
-from transferry.runtime.io.atomic import TEMPORARY, durable_file
+from transferry.runtime.io.atomic import TEMPORARY
 from transferry.runtime.io.whole import read_bytes
-from transferry.runtime.jobs.journal import CHUNKS, JOB, Chunk, Fingerprint, Journal
-from transferry.runtime.jobs.summary import Summary
+from transferry.runtime.jobs.formats.writers import ENDINGS
+from transferry.runtime.jobs.journal import CHUNKS, JOB, JOURNAL, Chunk, Fingerprint, Journal
+from transferry.runtime.jobs.output_files import LINES
 
-# Seconds between two looks at how far the workers are, and between two notes of a worker on that.
-LOOK_EVERY = 1.0
-# Of the note that counts the rows of an unfinished chunk.
-ROWS = ".rows"
+# Sizes and times of the files of the input.
+INPUT = "input.json"
+
+
+def ending_of(fingerprint: Fingerprint) -> str:
+    """Returns the ending of the names of chunks, without the first dot."""
+    format = str(fingerprint.get("output_format"))
+    return f"{ENDINGS.get(format, format)}{fingerprint.get('compression', '')}"
+
+
+class ChunkLines(Sequence[Chunk]):
+    """Finished chunks in the order of their rows, read from the journal: 16 bytes of memory each.
+
+    Attributes:
+        rows: Number of their rows.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Begins without chunks; `path` is the journal."""
+        self._path, self.rows = path, 0
+        self._firsts, self._places = array("q"), array("q")
+
+    def __len__(self) -> int:
+        return len(self._firsts)
+
+    def __iter__(self) -> Iterator[Chunk]:
+        if self._places:
+            with self._path.open("rb") as file:
+                for place in self._places:
+                    file.seek(place)
+                    yield Chunk.parse(file.readline())
+
+    @overload
+    def __getitem__(self, place: int) -> Chunk: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[Chunk]: ...
+    def __getitem__(self, place: int | slice) -> Chunk | list[Chunk]:
+        if isinstance(place, slice):
+            return [self[number] for number in range(*place.indices(len(self)))]
+        with self._path.open("rb") as file:
+            file.seek(self._places[place])
+            return Chunk.parse(file.readline())
+
+    def has(self, first: int) -> bool:
+        """Whether the chunk that begins at a row is finished."""
+        place = bisect_left(self._firsts, first)
+        return place < len(self._firsts) and self._firsts[place] == first
+
+    def add(self, chunk: Chunk, place: int) -> None:
+        """Adds a chunk whose line begins at a byte of the journal."""
+        at = bisect_left(self._firsts, chunk.first)
+        self._firsts.insert(at, chunk.first)
+        self._places.insert(at, place)
+        self.rows += chunk.rows
 
 
 class ChunkFolder(Journal):
     """The folder of a job whose chunks several processes finish, in any order.
 
     OUT.job/job.json                    fingerprint
+    OUT.job/input.json                  sizes and times of the input's files
+    OUT.job/journal.jsonl               one line per finished chunk, in the order of time
     OUT.job/chunks/000000016384.jsonl   output from that row on; the folder becomes OUT
-    OUT.job/notes/000000016384.jsonl.json   marks the chunk as finished, with its hash
     OUT.job/lock                        locked while a job distributes chunks
+
+    One process writes the journal, others the chunks.
     """
 
-    # Format 1 had another name for the folder of chunks; --force removes it.
+    # Format 1 had another name for the folder of chunks; before the journal, each chunk had a note.
     own = re.compile(
-        rf"job\.json(\.tmp)?|journal\.jsonl|beside\.tmp|(chunks|shards)(\.old)?|notes|{TEMPORARY}"
+        rf"(job|input)\.json(\.tmp)?|journal\.jsonl|beside\.tmp|(chunks|shards)(\.old)?|notes"
+        rf"|\{LINES}|{TEMPORARY}"
     )
 
-    def __init__(self, folder: Path, look_every: float = LOOK_EVERY) -> None:
+    def __init__(self, folder: Path) -> None:
         """Reads nothing yet."""
         super().__init__(folder)
-        self.look_every = look_every
-        self.outputs, self.notes = folder / CHUNKS, folder / "notes"
+        self.outputs, self.ending = folder / CHUNKS, ""
+
+    @property
+    def rows(self) -> int:
+        """Number of rows in finished chunks."""
+        return self.chunks.rows if isinstance(self.chunks, ChunkLines) else 0
+
+    def path(self, first: int) -> Path:
+        """Returns the file of the chunk that begins at a row."""
+        return self.outputs / f"{first:012d}.{self.ending}"
 
     def begin(self, fingerprint: Fingerprint, *, force: bool) -> str:
         """Resumes the job if it was interrupted, or starts it."""
+        self.ending = ending_of(fingerprint)
         note = super().begin(fingerprint, force=force)
-        for folder in (self.outputs, self.notes):
-            folder.mkdir(exist_ok=True)
-        for path in self.notes.iterdir():
-            if path.suffix in (".tries", ".tmp", ROWS) or re.fullmatch(TEMPORARY, path.name):
+        self.outputs.mkdir(exist_ok=True)
+        for path in self.folder.iterdir():
+            if re.fullmatch(TEMPORARY, path.name):
                 path.unlink()
         return note
 
-    def find(self, name: str) -> Chunk | None:
-        """Returns the chunk of this name if it is finished and intact."""
-        chunk = self._noted(self.notes / f"{name}.json")
-        return chunk if chunk and chunk.is_intact(self.outputs / name) else None
-
-    def tries(self, name: str) -> int:
-        """Returns how often this chunk was begun, this time included."""
-        with (self.notes / f"{name}.tries").open("ab") as file:
-            file.write(b".")
-            return file.tell()
-
-    @contextlib.contextmanager
-    def counting(self, name: str) -> Iterator[Callable[[Summary], None]]:
-        """Yields a function of the counts of a chunk, so that `unfinished` counts its rows.
-
-        The size of a file counts them, one byte a row: a reader never sees half a number.
-        """
-        with (self.notes / f"{name}{ROWS}").open("wb", buffering=0) as file:
-            rows, noted = 0, time.monotonic()
-
-            def note(summary: Summary) -> None:
-                nonlocal rows, noted
-                more = summary.rows + summary.ahead - rows
-                if more > 0 and (now := time.monotonic()) - noted >= self.look_every:
-                    file.write(b"." * more)
-                    rows, noted = rows + more, now
-
-            yield note
-
-    def unfinished(self) -> int:
-        """Returns the rows computed in chunks for which `received` was not called."""
-        rows = 0
-        # A file may go while the folder is read.
-        with suppress(FileNotFoundError), os.scandir(self.notes) as entries:
-            for entry in entries:
-                if entry.name.endswith(ROWS):
-                    with suppress(FileNotFoundError):
-                        rows += entry.stat().st_size
-        return rows
-
-    def received(self, name: str) -> None:
-        """Removes the count of a chunk's rows; the chunk is finished."""
-        (self.notes / f"{name}{ROWS}").unlink(missing_ok=True)
-
-    @contextlib.contextmanager
-    def writing(self, name: str) -> Iterator[Any]:
-        """Opens the file of a chunk."""
-        # A worker that Ray has given up may still be writing, so each has a name of its own.
-        with durable_file(self.outputs / name, self.notes) as file:
-            yield file
-
-    def finish(self, name: str, chunk: Chunk) -> None:
-        """Marks the chunk as finished that was written under this name."""
-        chunk.seal(self.outputs / name)
-        with durable_file(self.notes / f"{name}.json") as file:
-            file.write(f"{json.dumps(asdict(chunk))}\n".encode())
+    def extend(self, chunks: Iterable[Chunk]) -> None:
+        """Marks chunks as finished, whose files others have written."""
+        with (self.folder / JOURNAL).open("ab") as file:
+            for chunk in chunks:
+                self.chunks.add(chunk, file.tell())
+                file.write(f"{json.dumps(asdict(chunk))}\n".encode())
+            file.flush()
+            os.fsync(file.fileno())
 
     def clear(self) -> None:
         """Removes everything but the lock, the fingerprint first."""
         (self.folder / JOB).unlink(missing_ok=True)
         super().clear()
+        self.chunks = ChunkLines(self.folder / JOURNAL)
 
     def read(self) -> str:
-        """Reads the notes; each worker checks the file of a chunk when it comes to it."""
-        found = map(self._noted, sorted(self.notes.glob("*.json")))
-        self.chunks = [chunk for chunk in found if chunk is not None]
+        """Reads the finished chunks; returns a note on those that are damaged, or ""."""
+        self._take_notes()
+        self.chunks, end = ChunkLines(self.folder / JOURNAL), 0
+        places = dict[int, tuple[Chunk, int]]()
+        with (self.folder / JOURNAL).open("r+b") as file:
+            for line in file:
+                try:
+                    chunk = Chunk.parse(line)
+                except ValueError:  # a torn line
+                    break
+                # Of a chunk that was computed again the last line counts.
+                places[chunk.first] = chunk, end
+                end += len(line)
+            file.truncate(end)
+        for chunk, place in places.values():
+            if not chunk.sha256 or chunk.looks_intact(self.path(chunk.first)):
+                self.chunks.add(chunk, place)
+        if lost := len(places) - len(self.chunks):
+            return f"{lost} finished chunks are damaged or gone and will be computed again"
         return ""
 
-    def _noted(self, note: Path) -> Chunk | None:
-        try:
-            return Chunk.parse(read_bytes(note))
-        except (InputError, ValueError):
-            return None
+    def _take_notes(self) -> None:
+        """Moves the notes of an earlier version, one file a chunk, into the journal."""
+        if not (notes := self.folder / "notes").is_dir():
+            return
+        with (self.folder / JOURNAL).open("ab") as file:
+            for note in sorted(notes.glob("*.json")):
+                file.write(read_bytes(note))
+            file.flush()
+            os.fsync(file.fileno())
+        shutil.rmtree(notes)

@@ -28,7 +28,7 @@ from transferry.runtime.jobs.formats.detection import named_format
 from transferry.runtime.jobs.formats.openai_batch import RepeatedIds, Seen
 from transferry.runtime.jobs.formats.readers import open_inputs, open_reader, read_rows
 from transferry.runtime.jobs.formats.records import ColumnChoice, Record, RowWriter
-from transferry.runtime.jobs.formats.rows import InputRow, RowReader, hash_rows
+from transferry.runtime.jobs.formats.rows import InputRow, RowReader, hash_chunks, hash_rows
 from transferry.runtime.jobs.formats.sources import Inputs, open_sources
 from transferry.runtime.jobs.formats.writers import open_writer
 from transferry.runtime.jobs.job_options import JobOptions, fraction
@@ -36,12 +36,14 @@ from transferry.runtime.jobs.journal import JOB_FORMAT, Chunk, Journal, differen
 from transferry.runtime.jobs.output_files import (
     BESIDE,
     FOLDER,
+    LINES,
     SETTINGS,
     SUMMARY,
     beside,
     check_output,
     foreign_output,
 )
+from transferry.runtime.jobs.plan import hash_of_input, partition_range
 from transferry.runtime.jobs.summary import Summary, Tally, read_summary
 from transferry.runtime.settings import to_toml
 from transferry.runtime.stopping import at_stop
@@ -61,11 +63,12 @@ class Runner:
         journal: Kind of the job's folder.
         about: Facts about the runner for the summary.
         in_order: Whether the finished chunks are always the first ones of the input.
+        owns_output: Whether this process writes the output, and not only chunks of it.
     """
 
     journal: type[Journal] = Journal
     about: Mapping[str, Any] = {}
-    in_order = True
+    in_order, owns_output = True, True
 
     def check_kind(self, output: Path) -> None:
         """Raises UsageError for an output that is not a file."""
@@ -151,19 +154,16 @@ class Job:
         """
         self.options = options = options or JobOptions()
         self.output, self.runner = Path(output), runner or Runner()
-        if self.output != STANDARD_STREAM:
+        if self.output != STANDARD_STREAM and self.runner.owns_output:
             self.runner.check_kind(self.output)
             require_writable(self.output, BESIDE)
-        folder = bundle.bundle.folder if isinstance(bundle, Engine) else bundle
         self.sources = open_sources(inputs)
-        read = (*self.sources, options.target, Path(folder))
-        check_output(
-            self.output,
-            [path for path in read if isinstance(path, Path)],
-            "job",
-            force=options.force,
-            foreign_folder=self.runner.journal.foreign,
-        )
+        if self.runner.owns_output:
+            folder = bundle.bundle.folder if isinstance(bundle, Engine) else bundle
+            read = (*self.sources, options.target, Path(folder))
+            local = [path for path in read if isinstance(path, Path)]
+            foreign = self.runner.journal.foreign
+            check_output(self.output, local, "job", force=options.force, foreign_folder=foreign)
         if options.partition is not None and STANDARD_STREAM in self.sources:
             raise UsageError("a partition needs the whole input counted, so it cannot be of stdin")
         self.engine = bundle if isinstance(bundle, Engine) else Engine.load(bundle)
@@ -175,7 +175,7 @@ class Job:
         self.writer = self._writer()
         every = options.canary and fraction(options.canary)[1]
         self.canary = Canary(self.engine, every, self.task) if every else None
-        self._counted: tuple[int, str] | None = None
+        self._counted: int | None = None
         self.repeated_ids = RepeatedIds()
 
     def _readers(self) -> tuple[RowReader, RowReader | None]:
@@ -241,33 +241,37 @@ class Job:
         others |= {name: described.get(name) for name in versions}
         values |= {name: value for name, value in others.items() if value is not None}
         if options.partition is not None:
-            rows, digest = self._whole()
-            values |= {"partition": options.partition, "input_rows": rows, "input_sha256": digest}
+            rows = self.row_range  # counts the input
+            values |= {"partition": options.partition, "input_rows": self.reader.count}
+            values |= {"input_sha256": hash_of_input(self.reader, self.target), "rows": rows}
         return cast(dict[str, Any], json.loads(json.dumps(values)))
-
-    def _whole(self) -> tuple[int, str]:
-        """Returns the number of rows of the input, within the limit, and their hash."""
-        if self._counted is None:
-            self._counted = hash_rows(self.rows(0, self.options.limit))
-        return self._counted
 
     @cached_property
     def row_range(self) -> tuple[int, int | None]:
         """The job's first row, and a row that comes after its last; None if unknown."""
         if self.options.partition is None:
             return 0, self.options.limit
-        number, partitions = fraction(self.options.partition)
-        rows, _ = self._whole()
-        return rows * (number - 1) // partitions, rows * number // partitions
+        shared = None if self.output == STANDARD_STREAM else self.output.parent / LINES
+        return partition_range(self.reader, self.target, self.options, shared)
 
-    def count(self) -> int:
-        """Returns the number of rows by reading them all, which stdin does not allow."""
-        (first, last), (rows, _) = self.row_range, self._whole()
-        return min(rows, rows if last is None else last) - first
+    def count(self) -> int | None:
+        """Returns the number of rows; None where a runner would have to read them for that."""
+        (first, last), limit = self.row_range, self.options.limit
+        if self.options.partition is None and limit is None and self.runner.in_order:
+            self.reader.index()
+        if (rows := self.reader.count) is None and self.runner.in_order:
+            rows = self._counted = self._counted or sum(1 for _ in self.rows(first, last))
+            return rows
+        return rows and min(rows, rows if last is None else last) - first
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether `count` reads nothing."""
+        return self._counted is not None or self.reader.count is not None
 
     def require_counted(self, rows: int) -> None:
         """Raises InputError if the rows were counted before, and are others now."""
-        if self._counted is not None and rows != self.count():
+        if self.is_counted and self.target is None and rows != self.count():
             raise InputError(
                 f"{self.layout.path} has changed since it was counted: expected {self.count():,} "
                 f"rows, found {rows:,}. Run the command again once it stays as it is"
@@ -373,7 +377,7 @@ class Job:
             yield count
 
     def _saved(self, rows: int) -> str:
-        of = f" of {self.count():,}" if self._counted else ""
+        of = f" of {self.count():,}" if self.is_counted else ""
         return f"{rows:,}{of} rows are saved in {self.folder}"
 
     def _resumed(self, rows: int) -> str:
@@ -481,12 +485,8 @@ class Job:
             named = (change.partition(" was ") for change in changes)
             parts = [part for name, *rest in named for part in (Option(name), *rest, "; ")]
             raise UsageError(f"{refusal}, and ", *parts, remedy)
-        rows, sources = self.rows(*self.row_range), []
-        count = most = self.options.chunk_rows
-        while count == most:
-            count, found = hash_rows(islice(rows, most))
-            sources.append(found)
-        if hash_of_hashes(sources) != record.get("source_sha256"):
+        hashes = hash_chunks(self.rows(*self.row_range), self.options.chunk_rows)
+        if hash_of_hashes(hashes) != record.get("source_sha256"):
             raise UsageError(f"{refusal}, and {self.layout.path} has changed since; {remedy}")
         summary = Summary.from_dict(record)
         summary.finished_before = True

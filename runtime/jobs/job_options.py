@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -15,6 +17,17 @@ from transferry.runtime.settings import MOST, check_fields, shown
 
 InputFormat = Literal["text", "tsv", "csv", "jsonl", "parquet", "arrow", "xlsx", "openai"]
 _Few = Annotated[int, msgspec.Meta(le=MOST)]
+
+# Variables of schedulers: number of a task, number of tasks, and the first number. Kubernetes has
+# none for the number of tasks, so the job's manifest gives it.
+SCHEDULERS = (
+    ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_COUNT", "SLURM_ARRAY_TASK_MIN"),
+    ("JOB_COMPLETION_INDEX", "JOB_COMPLETIONS", ""),
+    ("AWS_BATCH_JOB_ARRAY_INDEX", "AWS_BATCH_JOB_ARRAY_SIZE", ""),
+    ("BATCH_TASK_INDEX", "BATCH_TASK_COUNT", ""),
+    ("CLOUD_RUN_TASK_INDEX", "CLOUD_RUN_TASK_COUNT", ""),
+    ("SLURM_PROCID", "SLURM_NTASKS", ""),
+)
 
 
 @dataclass(frozen=True)
@@ -38,7 +51,9 @@ class JobOptions(TaskOptions):
         format: Format of the output. Default: openai for openai input, else from the file name,
             else text (scores: JSONL).
         limit: Limit on the rows read.
-        partition: I/N: the I-th of N parts of the input, to use N machines.
+        partition: I/N: the I-th of N parts of the input, to use N machines; auto: by the variables
+            of SLURM, Kubernetes and others.
+        partition_by: Whether a partition is a number of rows or of whole files.
         chunk_rows: Rows saved, and lost by an interruption, together.
         max_errors: Limit on the rows with errors.
         canary: 1/N: compute one row in N again on the reference, and compare.
@@ -57,6 +72,7 @@ class JobOptions(TaskOptions):
     format: OutputFormat | None = None
     limit: _Few | None = None
     partition: str | None = None
+    partition_by: Literal["rows", "file"] | None = None
     chunk_rows: _Few = 16384
     max_errors: _Few | None = None
     canary: str | None = None
@@ -86,9 +102,13 @@ class JobOptions(TaskOptions):
         require(self.limit is None or self.limit >= 1, "limit", "at least 1", self.limit)
         require(self.chunk_rows >= 1, "chunk_rows", "at least 1", self.chunk_rows)
         require((self.max_errors or 0) >= 0, "max_errors", "at least 0", self.max_errors)
+        if self.partition == "auto":
+            object.__setattr__(self, "partition", scheduled(os.environ))
+        if self.partition_by is not None and self.partition is None:
+            raise UsageError(Option("partition_by"), " has no effect without ", Option("partition"))
         if self.partition is not None:
             number, count = fraction(self.partition)
-            expected = "I/N, such as 1/4 up to 4/4"
+            expected = "I/N, such as 1/4 up to 4/4, or auto"
             require(number <= count, "partition", expected, shown(self.partition))
         if self.canary is not None:
             one, every = fraction(self.canary)
@@ -114,6 +134,38 @@ def _require_encoding(name: str) -> None:
         raise UsageError(
             Option("encoding"), f" must be one that Python has, such as cp1252, found {shown(name)}"
         ) from error
+
+
+def scheduled(environment: Mapping[str, str]) -> str:
+    """Returns the partition of this task of an array, as I/N.
+
+    Raises:
+        UsageError: No scheduler tells, or not all.
+    """
+    for place, count, first in SCHEDULERS:
+        if (found := environment.get(place)) is None:
+            continue
+        told = environment if place == "SLURM_ARRAY_TASK_ID" else {}
+        try:
+            begin, total = int(environment.get(first) or 0), int(environment[count])
+            step = int(told.get("SLURM_ARRAY_TASK_STEP") or 1)
+            end = int(told.get("SLURM_ARRAY_TASK_MAX") or begin + (total - 1) * step)
+            number, rest = divmod(int(found) - begin, step)
+        except (KeyError, ValueError, ZeroDivisionError) as error:
+            raise UsageError(
+                f"{place} is set, and {count} is no number; set it to the number of tasks, or ",
+                *("give ", Option("partition"), " I/N"),
+            ) from error
+        if rest or not 0 <= number < total or end != begin + (total - 1) * step:
+            raise UsageError(
+                f"{place} is {found}, and {count} {total}: expected an array without gaps; give ",
+                *(Option("partition"), " I/N"),
+            )
+        return f"{number + 1}/{total}"
+    known = ", ".join(place for place, _, _ in SCHEDULERS)
+    raise UsageError(
+        Option("partition"), f" auto needs a variable of a scheduler: {known}; ", "give I/N"
+    )
 
 
 def fraction(text: str) -> tuple[int, int]:

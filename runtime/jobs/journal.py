@@ -54,6 +54,7 @@ class Chunk(Tally):
         source_sha256: Hash of the input rows.
         sha256: Hash of the chunk's file.
         size: Size of the chunk's file, in bytes.
+        modified: Time of its last change, in nanoseconds; 0 in journals of earlier versions.
         session: Number of earlier runs of the job that finished chunks.
     """
 
@@ -62,6 +63,7 @@ class Chunk(Tally):
     sha256: str = ""
     size: int = 0
     session: int = 0
+    modified: int = 0
 
     @classmethod
     def parse(cls, line: bytes) -> Chunk:
@@ -70,11 +72,21 @@ class Chunk(Tally):
 
     def seal(self, file: Path) -> None:
         """Records the file of the chunk as it is now."""
-        self.sha256, self.size = sha256(file), file.stat().st_size
+        found = file.stat()
+        self.sha256, self.size, self.modified = sha256(file), found.st_size, found.st_mtime_ns
 
     def is_intact(self, file: Path) -> bool:
         """Whether a file is the one that was sealed."""
         return file.is_file() and file.stat().st_size == self.size and sha256(file) == self.sha256
+
+    def looks_intact(self, file: Path) -> bool:
+        """As `is_intact`, but reads the file only if its size or time have changed."""
+        try:
+            found = file.stat()
+        except FileNotFoundError:
+            return False
+        same = (found.st_size, found.st_mtime_ns) == (self.size, self.modified)
+        return same or self.is_intact(file)
 
 
 class Journal:
@@ -92,7 +104,7 @@ class Journal:
     def __init__(self, folder: Path) -> None:
         """Reads nothing yet; see `locked`."""
         self.folder = folder
-        self.chunks: list[Chunk] = []
+        self.chunks: Any = []
         self.session = 0
         self._is_new = False
 
@@ -277,7 +289,10 @@ def differences(former: Fingerprint, now: Fingerprint) -> list[str]:
 
 def hash_of_hashes(hashes: Iterable[str]) -> str:
     """Returns one hash for several, in order."""
-    return hashlib.sha256("".join(hashes).encode()).hexdigest()
+    digest = hashlib.sha256()
+    for each in hashes:
+        digest.update(each.encode())
+    return digest.hexdigest()
 
 
 def hash_output(path: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from transferry.runtime.jobs.formats.records import RowWriter
 from transferry.runtime.jobs.formats.writers import join_writer
 from transferry.runtime.jobs.job_options import fraction
 from transferry.runtime.jobs.journal import JOB_FORMAT, differences, hash_output
-from transferry.runtime.jobs.output_files import check_output, foreign_output
+from transferry.runtime.jobs.output_files import LINES, check_output, foreign_output
 from transferry.runtime.jobs.summary import Summary, read_summary, summary_path
 
 
@@ -32,6 +33,7 @@ class _Partition:
         count: Number of partitions.
         fingerprint: Fingerprint of its job, without `number`.
         record: Its whole summary.
+        rows: Its first row, and the row after its last; None in earlier versions.
     """
 
     path: Path
@@ -39,6 +41,7 @@ class _Partition:
     count: int
     fingerprint: dict[str, Any]
     record: dict[str, Any]
+    rows: list[int] | None = None
 
     @classmethod
     def read(cls, path: Path) -> _Partition:
@@ -60,12 +63,14 @@ class _Partition:
         if partition is None:
             raise InputError(f"{path} is not a partition: its job ran without --partition")
         number, count = fraction(partition)
-        return cls(path, number, count, fingerprint | {"partitions": count}, record)
+        rows = fingerprint.pop("rows", None)
+        return cls(path, number, count, fingerprint | {"partitions": count}, record, rows)
 
     def check(self) -> None:
         """Refuses an output that has changed since its job wrote it."""
         rows = self.fingerprint.get("input_rows", self.record["rows"])
-        first, last = (rows * number // self.count for number in (self.number - 1, self.number))
+        # Earlier versions told the rows by the number alone.
+        first, last = self.rows or [rows * n // self.count for n in (self.number - 1, self.number)]
         if hash_output(self.path) != self.record["sha256"] or self.record["rows"] != last - first:
             raise InputError(
                 f"{self.path} has changed since its job wrote it; copy it again, or run "
@@ -130,6 +135,8 @@ def merge(paths: Sequence[Path], out: Path, *, force: bool = False) -> Summary:
         out.unlink(missing_ok=True)
         with atomic_file(summary_path(out)) as beside:
             beside.write(f"{json.dumps(summary.to_dict(), indent=1)}\n".encode())
+    for folder in {partition.path.parent / LINES for partition in partitions}:
+        shutil.rmtree(folder, ignore_errors=True)
     return summary
 
 
@@ -151,7 +158,15 @@ def _complete(partitions: Sequence[_Partition]) -> list[_Partition]:
     if missing := [n for n in range(1, first.count + 1) if n not in by_number]:
         names = ", ".join(f"{number}/{first.count}" for number in missing)
         raise InputError(f"partition {names} is missing; give the outputs of all {first.count}")
-    return [by_number[number] for number in sorted(by_number)]
+    found, end = [by_number[number] for number in sorted(by_number)], 0
+    for partition in found:
+        if partition.rows is not None and partition.rows[0] != end:
+            raise InputError(
+                f"{partition.path} begins at row {partition.rows[0] + 1}, expected row {end + 1}; "
+                "run all partitions with the same --partition-by"
+            )
+        end = partition.rows[1] if partition.rows is not None else end
+    return found
 
 
 def _writer(partition: _Partition, out: Path) -> RowWriter:

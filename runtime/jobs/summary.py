@@ -105,6 +105,7 @@ class Summary(Tally):
         made: Fingerprint, versions and hashes of the output, as JSON values.
         ahead: Rows of a job in progress that were computed, but not written yet; not stored.
         note: Activity of a job before its first row; not stored.
+        total: Rows of the job, where Ray has counted them; not stored.
     """
 
     saved: int = 0
@@ -113,6 +114,7 @@ class Summary(Tally):
     made: dict[str, Any] = field(default_factory=dict)
     ahead: int = 0
     note: str = ""
+    total: int | None = None
 
     def recount(self, tallies: Iterable[Tally]) -> None:
         """Replaces the counts by sums over tallies, in order."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import accumulate, chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +61,8 @@ class ParquetReader(ColumnarReader):
         groups: Rows of each row group.
     """
 
+    seeks = True
+
     def __init__(
         self, path: Source, format: InputFormat, column: str | None, dialect: Dialect
     ) -> None:
@@ -72,9 +76,22 @@ class ParquetReader(ColumnarReader):
             schema = schema.with_metadata(kept or None)
             groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
             self.groups = [group.num_rows for group in groups]
+            self.count = sum(self.groups)
             wide = max((g.total_byte_size // max(1, g.num_rows) for g in groups), default=0)
         self._batch = max(1, min(_MOST_BATCH_ROWS, _BATCH_BYTES // max(1, wide)))
         super().__init__(path, format, schema, column)
+
+    def outline(self) -> list[Any]:
+        """Returns the hash of the footer, which has sizes, places and usually least values."""
+        with self._steady.opened() as file:
+            file.seek(-8, io.SEEK_END)
+            size = int.from_bytes(file.read(4), "little")
+            file.seek(-8 - size, io.SEEK_END)
+            return [*super().outline(), hashlib.sha256(file.read(size)).hexdigest()]
+
+    def boundary(self, row: int) -> int:
+        """Returns the beginning of a row group, or the end of the file."""
+        return next((start for start in accumulate(self.groups) if start >= row), self.count or 0)
 
     def rows(self, first: int = 0, last: int | None = None) -> Iterator[InputRow]:
         """Streams rows first to last - 1."""
@@ -94,6 +111,8 @@ class ParquetReader(ColumnarReader):
 class ArrowReader(ColumnarReader):
     """Reads Arrow IPC, a file or a stream as in the folder of a Hugging Face dataset."""
 
+    seeks = True
+
     def __init__(
         self, path: Source, format: InputFormat, column: str | None, dialect: Dialect
     ) -> None:
@@ -101,15 +120,27 @@ class ArrowReader(ColumnarReader):
         with _opened_arrow(self._steady) as (schema, _):
             super().__init__(path, format, schema, column)
 
+    def index(self, folder: Path | None = None, share: float = 0.0, **sizes: int) -> None:
+        """Counts the rows of the batches, by their heads."""
+        if self.count is None:
+            with _opened_arrow(self._steady) as (_, batches):
+                self.count = sum(batch.num_rows for batch in batches)
+
     def rows(self, first: int = 0, last: int | None = None) -> Iterator[InputRow]:
         """Streams rows first to last - 1."""
         with _opened_arrow(self._steady) as (_, batches):
+            begun, start, ahead = 0, 0, list[Any]()
+            for batch in batches:  # of those before the first row only the length is read
+                if begun + batch.num_rows > first:
+                    start, ahead = begun, [batch]
+                    break
+                begun += batch.num_rows
             slices = (
                 batch.slice(start, _MOST_BATCH_ROWS)
-                for batch in batches
+                for batch in chain(ahead, batches)
                 for start in range(0, batch.num_rows, _MOST_BATCH_ROWS)
             )
-            yield from self._numbered(slices, 0, first, last)
+            yield from self._numbered(slices, start, first, last)
 
 
 def _placed(batch: Any) -> Iterator[tuple[Fields | RowError, bytes, tuple[Any, int] | None]]:

@@ -10,18 +10,22 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, islice, tee, zip_longest
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from transferry.runtime.engine.result import RowError
 from transferry.runtime.engine.tasks.task import Layout
 from transferry.runtime.errors import InputError, Option, UsageError
+from transferry.runtime.io.line_index import LineIndex, index_lines
 from transferry.runtime.io.lines import (
     MOST_LINE,
     PACKED,
     LongLine,
     encoding_of_lines,
+    is_plain,
     read_raw_lines,
 )
+from transferry.runtime.io.whole import unreadable
 from transferry.runtime.jobs.formats.cells import as_text, decoded, has_nul
 from transferry.runtime.jobs.formats.columnar import ArrowReader, ParquetReader, require_texts
 from transferry.runtime.jobs.formats.detection import (
@@ -171,6 +175,10 @@ class _Line(NamedTuple):
 class _LineReader(RowReader):
     """Reads files of lines. Standard input can be iterated once."""
 
+    # Lines above the first row, and whether a row with quotation marks may have several lines.
+    _above, _quotes = 0, False
+    _index: LineIndex | None = None
+
     def __init__(
         self, path: Source, format: InputFormat, column: str | None, dialect: Dialect
     ) -> None:
@@ -183,18 +191,45 @@ class _LineReader(RowReader):
     def _layout(self, format: InputFormat, column: str | None) -> Layout:
         return layout_of(self.file, format, self._names, column)
 
+    def index(self, folder: Path | None = None, share: float = 0.0, **sizes: int) -> None:
+        """Counts lines, unless the file is packed or rows may have several."""
+        if self._index is not None or not self._can_seek():
+            return
+        try:
+            found = index_lines(self._steady, folder, share, **sizes)
+        except OSError as error:
+            raise unreadable(self.file, error) from error
+        if found is not None and not (found.quotes and self._quotes):
+            self._index, self.seeks = found, True
+            self.count = max(0, found.lines - self._above)
+
+    def outline(self) -> list[Any]:
+        """Returns facts that differ between inputs."""
+        return [*super().outline(), *([self._index.outline()] if self._index else [])]
+
+    def _can_seek(self) -> bool:
+        standard_input = str(self.file) == "-"
+        return not standard_input and is_plain(self._steady, self._dialect.encoding)
+
     def rows(self, first: int = 0, last: int | None = None) -> Iterator[InputRow]:
-        lines = self._standard_input or self._header(self._lines())[1]
-        for number, line in islice(enumerate(lines), first, last):
-            yield self._row(number, self._fields(line), line.raw)
+        start, begun = 0, 0
+        if self._index is not None:
+            start, begun = self._index.before(first + self._above)
+        if begun:
+            number, lines = start - self._above, self._lines(begun)
+        else:
+            number, lines = 0, self._standard_input or self._header(self._lines())[1]
+        stop = None if last is None else max(0, last - number)
+        for place, line in islice(enumerate(lines, number), max(0, first - number), stop):
+            yield self._row(place, self._fields(line), line.raw)
 
-    def _lines(self) -> Iterator[_Line]:
-        """Reads the file from its beginning, header included."""
-        return map(_Line, self._raw_lines())
+    def _lines(self, start: int = 0) -> Iterator[_Line]:
+        """Reads the file from its beginning, header included, or from the byte of a row."""
+        return map(_Line, self._raw_lines(start))
 
-    def _raw_lines(self, *, keep_ends: bool = False) -> Iterator[bytes]:
-        encoding, pages = self._dialect.encoding, self._dialect.pages
-        return read_raw_lines(self._steady, keep_ends=keep_ends, encoding=encoding, pages=pages)
+    def _raw_lines(self, start: int, *, keep_ends: bool = False) -> Iterator[bytes]:
+        told: dict[str, Any] = {"encoding": self._dialect.encoding, "pages": self._dialect.pages}
+        return read_raw_lines(self._steady, keep_ends=keep_ends, start=start, **told)
 
     @abstractmethod
     def _header(self, lines: Iterator[_Line]) -> tuple[list[str], Iterator[_Line]]:
@@ -219,15 +254,21 @@ class _TsvReader(_LineReader):
 
     _delimiter: str | None = None
 
-    def _lines(self) -> Iterator[_Line]:
-        return map(_Line, self._delimited())
+    def _lines(self, start: int = 0) -> Iterator[_Line]:
+        return map(_Line, self._delimited(start))
 
-    def _delimited(self, *, usual: str = "\t", keep_ends: bool = False) -> Iterator[bytes]:
+    def _delimited(
+        self, start: int, *, usual: str = "\t", keep_ends: bool = False
+    ) -> Iterator[bytes]:
         """Returns the lines of the table, and finds its delimiter."""
-        lines = self._raw_lines(keep_ends=keep_ends)
+        lines = self._raw_lines(start, keep_ends=keep_ends)
+        if start:
+            return lines
+        self._above = 1
         head = list(_up_to(lines, FIRST_RECORDS, FIRST_BYTES))
         if head and (told := _SEPARATOR.fullmatch(head[0])):  # Excel's own
             del head[0]
+            self._above = 2
             self._delimiter = told[1].decode("latin-1")
         self._delimiter = self._dialect.delimiter or self._delimiter
         if self._delimiter is None:
@@ -292,12 +333,14 @@ class _Record:
 class _CsvReader(_TsvReader):
     """RFC 4180: commas, and quotation marks around fields with commas or line breaks."""
 
+    _quotes = True
+
     def _layout(self, format: InputFormat, column: str | None) -> Layout:
         return replace(super()._layout(format, column), delimiter=self._delimiter or ",")
 
-    def _lines(self) -> Iterator[_Line]:
+    def _lines(self, start: int = 0) -> Iterator[_Line]:
         csv.field_size_limit(max(csv.field_size_limit(), MOST_LINE))
-        record = _Record(self._delimited(usual=",", keep_ends=True), self._encoding)
+        record = _Record(self._delimited(start, usual=",", keep_ends=True), self._encoding)
         reader = csv.reader(record, delimiter=self._delimiter or ",", strict=True)
         while True:
             cells: list[str] | RowError

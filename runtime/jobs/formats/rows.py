@@ -6,11 +6,14 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from transferry.runtime.engine.result import RowError
 from transferry.runtime.engine.tasks.task import Layout
 from transferry.runtime.errors import InputError
+from transferry.runtime.io.line_index import key_of, remembered
 from transferry.runtime.io.lines import LongLine
 from transferry.runtime.jobs.formats.cells import as_text, to_json
 from transferry.runtime.jobs.formats.remote_file import Source
@@ -127,10 +130,16 @@ class RowReader(ABC):
         offset: Number of the first row, where other files come before.
         lists: Whether the column holds lists, whose JSON becomes the text.
         languages: Columns with the languages of the text and of its answer.
+        count: Number of rows, where it is known without reading them.
+        seeks: Whether reading begins at any row without reading all rows before it.
     """
 
     layout: Layout
     offset = 0
+    count: int | None = None
+    seeks = False
+    _steady: Any = None
+    _sha256 = ""
     lists = False
     languages: Languages = (None, None)
 
@@ -141,6 +150,35 @@ class RowReader(ABC):
         Raises:
             InputError: The file cannot be read or is damaged.
         """
+
+    @property
+    def steady(self) -> Sequence[Any]:
+        """The files, which must stay as they are; see `Steady`."""
+        return [self._steady]
+
+    def index(self, folder: Path | None = None, share: float = 0.0, **sizes: int) -> None:  # noqa: B027
+        """Counts lines where that lets reading begin at any row; see `index_lines`."""
+
+    def number(self, folder: Path | None, share: float = 0.0) -> None:
+        """Makes `count` known, by reading the file if no other process has; see `index_lines`."""
+        self.index(folder, share)
+        if self.count is None:
+            self._steady.require_same()
+            path = folder and folder / f"{key_of(self._steady)}.rows.json"
+            self.count, self._sha256 = remembered(path, lambda: hash_rows(self.rows()))
+
+    @property
+    def counts(self) -> list[int | None]:
+        """Rows of each file, where known."""
+        return [self.count]
+
+    def outline(self) -> list[Any]:
+        """Returns facts that differ between inputs, as JSON values; `number` comes before."""
+        return [*self._steady.version[:1], self.count, self._sha256]
+
+    def boundary(self, row: int) -> int:
+        """Returns the next row, or the same, where reading begins without rows before it."""
+        return row
 
     def _row(self, number: int, fields: Fields | RowError, raw: bytes) -> InputRow:
         number += self.offset
@@ -188,3 +226,11 @@ def hash_rows(rows: Iterable[InputRow]) -> tuple[int, str]:
         row.update(digest)
         count += 1
     return count, digest.hexdigest()
+
+
+def hash_chunks(rows: Iterator[InputRow], most: int) -> Iterator[str]:
+    """Yields the hash of each chunk of rows; the last chunk is shorter, perhaps empty."""
+    count = most
+    while count == most:
+        count, found = hash_rows(islice(rows, most))
+        yield found

@@ -85,10 +85,14 @@ def _dataset(folder: Path) -> list[Path]:
 
 
 class Steady:
-    """A file of rows that must stay as it is from the first time that it is opened."""
+    """A file of rows that must stay as it is from the first time that it is opened.
+
+    Attributes:
+        version: Facts that change with the file; None before it is opened.
+    """
 
     def __init__(self, source: Source) -> None:
-        self.source, self._version = source, cast("tuple[Any, ...] | None", None)
+        self.source, self.version = source, cast("tuple[Any, ...] | None", None)
 
     def __str__(self) -> str:
         return str(self.source)
@@ -97,24 +101,25 @@ class Steady:
     def opened(self) -> Iterator[io.BufferedReader]:
         """Opens the file; raises InputError if it has changed, now or at its end."""
         with open_stream(self.source) as file:
-            self._require_same(getattr(file.raw, "version", None))
+            self.require_same(getattr(file.raw, "version", None))
             yield file
-            self._require_same()
+            self.require_same()
 
     @contextmanager
     def watched(self) -> Iterator[Source]:
         """Gives the file to a library that opens it itself; raises as `opened`."""
-        self._require_same()
+        self.require_same()
         yield self.source
-        self._require_same()
+        self.require_same()
 
-    def _require_same(self, known: object = None) -> None:
+    def require_same(self, known: object = None) -> None:
+        """Raises InputError if the file has changed; `known` are its facts, if they are known."""
         version = known if isinstance(known, tuple) else self._found()
-        self._version = self._version or version
-        if version != self._version:
-            found = f"found {version[0]}" if version[:1] != self._version[:1] else "changed later"
+        self.version = self.version or version
+        if version != self.version:
+            found = f"found {version[0]}" if version[:1] != self.version[:1] else "changed later"
             raise InputError(
-                f"{self} has changed since it was first read: expected {self._version[0]} bytes, "
+                f"{self} has changed since it was first read: expected {self.version[0]} bytes, "
                 f"{found}. Run the command again once the file stays as it is"
             )
 
@@ -150,11 +155,58 @@ class Series(RowReader):
         self.layout = replace(first, path=f"{first.path} and {len(others)} more")
         self._readers, self._counts = readers, dict[int, int]()
 
+    @property
+    def steady(self) -> Sequence[Steady]:
+        """The files."""
+        return [file for reader in self._readers for file in reader.steady]
+
+    @property
+    def counts(self) -> list[int | None]:
+        """Rows of each file, where known."""
+        return [self._counts.get(place, reader.count) for place, reader in enumerate(self._readers)]
+
+    @property
+    def count(self) -> int | None:  # type: ignore[override]
+        """Number of rows, where it is known without reading them."""
+        counts = self.counts
+        return None if None in counts else sum(cast("list[int]", counts))
+
+    @property
+    def seeks(self) -> bool:  # type: ignore[override]
+        """Whether reading begins at any row without reading all rows before it."""
+        return all(reader.seeks for reader in self._readers)
+
+    def index(self, folder: Path | None = None, share: float = 0.0, **sizes: int) -> None:
+        """Counts lines, of all files."""
+        for reader in self._readers:
+            reader.index(folder, share, **sizes)
+
+    def number(self, folder: Path | None, share: float = 0.0) -> None:
+        """Makes the counts of all files known."""
+        begin = int(share * len(self._readers))
+        for reader in (*self._readers[begin:], *self._readers[:begin]):
+            reader.number(folder, share)
+
+    def outline(self) -> list[Any]:
+        """Returns facts that differ between inputs."""
+        return [reader.outline() for reader in self._readers]
+
+    def boundary(self, row: int) -> int:
+        """Returns the next row, or the same, where reading begins without rows before it."""
+        start = 0
+        for reader, count in zip(self._readers, self.counts, strict=True):
+            if count is None:
+                return row
+            if row < start + count:
+                return start + reader.boundary(row - start)
+            start += count
+        return start
+
     def rows(self, first: int = 0, last: int | None = None) -> Iterator[InputRow]:
         """Streams rows first to last - 1; files before the first row are read only once."""
         start = 0
         for place, reader in enumerate(self._readers):
-            count = self._counts.get(place)
+            count = self._counts.get(place, reader.count)
             if count is None or start + count > first:
                 if last is not None and start >= last:
                     return

@@ -4,6 +4,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +13,10 @@ from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.result import Results, RowError
 from transferry.runtime.engine.tasks.generate import GenerationResult, TextHypothesis
+from transferry.runtime.jobs.distribution import LOST, Call, ChunkRunner, Worker
 from transferry.runtime.jobs.job import Job
 from transferry.runtime.jobs.job_options import JobOptions
+from transferry.runtime.jobs.summary import Summary
 
 
 class Echo(Engine):
@@ -135,3 +138,59 @@ def names(folder: Path) -> set[str]:
 def contents(folder: Path) -> dict[str, bytes]:
     """Bytes of every file at any depth of a folder, by path."""
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+class LocalCrew:
+    """Workers in this process, one after the other; some calls lose their worker.
+
+    Attributes:
+        calls: Calls of `compute`, by first row.
+    """
+
+    def __init__(self, make: Callable[[], Any], workers: int, deaths: Iterable[bool] = ()) -> None:
+        self._make, self._workers = make, [make() for _ in range(workers)]
+        self._calls, self._deaths, self.calls = list[Call](), iter(deaths), list[int]()
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    def call(self, worker: int, method: str, *arguments: int) -> None:
+        self._calls.append(Call(worker, method, *arguments))
+
+    def returned(self, seconds: float) -> Iterator[Call]:
+        calls, self._calls = self._calls, []
+        for call in calls:
+            if dies := call.method == "compute" and next(self._deaths, False):
+                self._workers[call.worker] = self._make()
+            if call.method == "compute":
+                self.calls.append(call.first)
+            arguments = [call.first] if call.method == "compute" else []
+            method = getattr(self._workers[call.worker], call.method)
+            call.result = LOST if dies else method(*arguments)
+            yield call
+
+
+class LocalRunner(ChunkRunner):
+    """Computes chunks as Ray does, in this process."""
+
+    def __init__(self, deaths: Iterable[bool] = (), **engine: Any) -> None:
+        super().__init__(lambda: Echo(**engine), 3)
+        self._deaths = deaths
+
+    @contextmanager
+    def crew(self, job: Job, session: int) -> Iterator[LocalCrew]:
+        self.made = LocalCrew(lambda: Worker(*self.told(job, session)), self.workers, self._deaths)
+        yield self.made
+
+
+def by_workers(
+    source: Any, output: Path, runner: LocalRunner | None = None, **options: Any
+) -> Summary:
+    """Runs a job whose output is a folder of chunks."""
+    runner = runner or LocalRunner()
+    return Job(runner.load(), source, output, JobOptions(chunk_rows=3, **options), runner).run()
+
+
+def joined(folder: Path) -> bytes:
+    """Bytes of the files of a folder, in order."""
+    return b"".join(path.read_bytes() for path in sorted(folder.iterdir()))

@@ -322,7 +322,10 @@ def test_a_summary_lies_beside_the_output(source: Path, out: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"partition": "0/2"}, "partition must be I/N, such as 1/4 up to 4/4, found '0/2'"),
+        (
+            {"partition": "0/2"},
+            "partition must be I/N, such as 1/4 up to 4/4, or auto, found",
+        ),
         ({"partition": "3/2"}, "partition must be I/N"),
         ({"partition": ""}, "partition must be I/N"),
         ({"chunk_rows": 0}, "chunk_rows must be at least 1, found 0"),

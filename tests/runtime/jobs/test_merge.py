@@ -1,5 +1,6 @@
 """The partitions of several machines are one output, if they are all there and of one job."""
 
+import gzip
 import json
 import random
 import shutil
@@ -12,7 +13,7 @@ import pytest
 from tests.runtime.jobs.helpers import Echo, contents, make_job, read_records, run
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.jobs.job import Job
-from transferry.runtime.jobs.job_options import JobOptions
+from transferry.runtime.jobs.job_options import JobOptions, scheduled
 from transferry.runtime.jobs.merge import merge
 
 ROWS = 11
@@ -41,6 +42,7 @@ def test_partitions_are_the_rows_of_one_machine(source: Path, count: int, tmp_pa
     out = tmp_path / "out.jsonl"
     summary = merge(parts, out)
     assert out.read_bytes() == whole
+    assert not (tmp_path / ".transferry-lines").exists()
     assert (summary.rows, summary.errors) == (ROWS, {"empty": 1})
     assert summary.first_error == "row 5: there is no text to work on"
     record = json.loads((tmp_path / "out.jsonl.summary.json").read_bytes())
@@ -122,10 +124,10 @@ def test_what_is_not_one_job_is_refused(
         out = parts[0]
     else:
         out = tmp_path / "out.jsonl.gz"
-    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
     with pytest.raises(error, match=message):
         merge(parts, out)
-    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
 
 
 def test_a_merge_that_was_done_is_done(source: Path, tmp_path: Path) -> None:
@@ -195,3 +197,56 @@ def vectors(path: Path) -> Any:
     parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is an optional extra")
     column = parquet.read_table(path)["vector"].to_pylist()
     return np.array([[np.nan] * 32 if vector is None else vector for vector in column])
+
+
+@pytest.mark.parametrize("form", ["jsonl", "txt.gz", "parquet"])
+def test_partitions_by_file(tmp_path: Path, form: str) -> None:
+    """Some are empty; formats that are read from their start, too."""
+    sources = [tmp_path / f"in-{number}.{form}" for number in range(3)]
+    for number, path in enumerate(sources):
+        lines = [f"row {number} {each}" for each in range(5 + number)]
+        if form == "parquet":
+            pyarrow = pytest.importorskip("pyarrow")
+            parquet = pytest.importorskip("pyarrow.parquet")
+            parquet.write_table(pyarrow.table({"text": lines}), path, row_group_size=2)
+        elif form == "jsonl":
+            path.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+        else:
+            path.write_bytes(gzip.compress("\n".join(lines).encode()))
+    Job(Echo(), sources, tmp_path / "whole.jsonl", JobOptions(chunk_rows=3)).run()
+    parts = [tmp_path / f"{number}.jsonl" for number in (1, 2, 3, 4)]
+    for number, part in enumerate(parts, start=1):
+        options = JobOptions(chunk_rows=3, partition=f"{number}/4", partition_by="file")
+        Job(Echo(), sources, part, options).run()
+    assert [len(part.read_bytes().splitlines()) for part in parts] == [0, 5, 6, 7]
+    merge(parts, tmp_path / "out.jsonl")
+    assert (tmp_path / "out.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+    Job(Echo(), sources, parts[1], JobOptions(chunk_rows=3, partition="2/4", force=True)).run()
+    with pytest.raises(InputError, match=r"2\.jsonl begins at row 5, expected row 1; run all"):
+        merge(parts, tmp_path / "again.jsonl")
+
+
+def slurm(number: int, count: int, first: int, last: int, step: int = 1) -> dict[str, str]:
+    values = {"ID": number, "COUNT": count, "MIN": first, "MAX": last, "STEP": step}
+    return {f"SLURM_ARRAY_TASK_{name}": str(value) for name, value in values.items()}
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        (slurm(7, 4, 5, 8), "3/4"),
+        (slurm(4, 5, 0, 8, 2), "3/5"),
+        (slurm(7, 4, 0, 3), "SLURM_ARRAY_TASK_ID is 7"),
+        (slurm(3, 3, 1, 7), "SLURM_ARRAY_TASK_COUNT 3: expected an array without gaps"),
+        ({"JOB_COMPLETION_INDEX": "0", "JOB_COMPLETIONS": "9"}, "1/9"),
+        ({"JOB_COMPLETION_INDEX": "0"}, "JOB_COMPLETIONS is no number; set it to the number"),
+        ({"SLURM_PROCID": "2", "SLURM_NTASKS": "3"}, "3/3"),
+        ({}, "auto needs a variable of a scheduler: SLURM_ARRAY_TASK_ID, JOB_COMPLETION_INDEX"),
+    ],
+)
+def test_a_scheduler_tells_the_partition(environment: dict[str, str], expected: str) -> None:
+    if "/" in expected:
+        assert scheduled(environment) == expected
+        return
+    with pytest.raises(UsageError, match=expected):
+        scheduled(environment)

@@ -3,7 +3,6 @@
 import gzip
 import json
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -24,20 +23,11 @@ from transferry.build_model.train.corpus import builtin_pairs
 from transferry.runtime.engine.result import Results, RowError
 from transferry.runtime.engine.tasks.generate import GenerationResult
 from transferry.runtime.errors import InputError, UsageError
-from transferry.runtime.jobs.chunk_folder import ChunkFolder
+from transferry.runtime.jobs.distribution import MOST_TRIES
 from transferry.runtime.jobs.job import Job
 from transferry.runtime.jobs.job_options import JobOptions, RayOptions
 from transferry.runtime.jobs.merge import merge
-from transferry.runtime.jobs.ray_job import (
-    ENVIRONMENT,
-    MOST_TRIES,
-    compute_chunk,
-    ray_job,
-    read_chunks,
-    reader_ranges,
-    require_all,
-)
-from transferry.runtime.jobs.summary import Summary
+from transferry.runtime.jobs.ray_job import ENVIRONMENT, ray_job
 
 os.environ.update(ENVIRONMENT)
 ray = pytest.importorskip("ray", reason="ray is absent; `make test-all` installs it")
@@ -72,10 +62,10 @@ class Deadly(Echo):
 
 @pytest.fixture(scope="module", autouse=True)
 def two_workers() -> Iterator[None]:
-    """Ray on this machine, with a core for each of two workers and one for whoever reads."""
+    """Ray on this machine, with a core for each of two workers."""
     for module in (sys.modules[__name__], helpers):
         ray.cloudpickle.register_pickle_by_value(module)
-    ray.init("local", num_cpus=3, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
 
@@ -97,6 +87,12 @@ def by_ray(
 
 def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+def saved_chunks(folder: Path) -> set[int]:
+    journal = folder / "journal.jsonl"
+    lines = journal.read_bytes().splitlines() if journal.exists() else []
+    return {json.loads(line)["first"] for line in lines}
 
 
 def chunks(source: Path, **options: Any) -> dict[str, bytes]:
@@ -137,17 +133,17 @@ def test_a_job_goes_on_where_it_was_stopped(source: Path, tmp_path: Path) -> Non
     with pytest.raises(InputError, match=message):
         by_ray(source, load=Deadly).run()
     folder = tmp_path / "out.jsonl.job"
-    saved = {int(path.name.partition(".")[0]) for path in (folder / "notes").glob("*.json")}
+    saved = saved_chunks(folder)
     assert 9 not in saved
     assert saved & {12, 15, 18}, "one worker was busy with them, the other went on"
     with pytest.raises(InputError, match="long_rows was error, is truncate"):
         by_ray(source, long_rows="truncate").run()
-    with pytest.raises(UsageError, match=r"holds (notes|chunks), so it is not the folder of a job"):
+    with pytest.raises(UsageError, match="so it is not the folder of a job"):
         make_job(source).run()
     (folder / "chunks" / f"{min(saved):012d}.jsonl").write_bytes(b"damaged")
     summary = by_ray(source, load=partial(Echo, computed=computed)).run(say=said.append)
     assert summary.resumed == 1
-    assert "rows are saved in" in said[0]
+    assert "rows are saved in" in " ".join(said)
     # No saved chunk, only damaged files and those in their way.
     again = {row // 3 * 3 for row in computed_rows(computed)}
     assert again & saved == {min(saved)}
@@ -156,7 +152,7 @@ def test_a_job_goes_on_where_it_was_stopped(source: Path, tmp_path: Path) -> Non
 
 
 def test_a_killed_driver_loses_no_finished_chunk(fast_bundle_folder: Path, tmp_path: Path) -> None:
-    """Begun on a cluster, gone on with by Ray of its own; Parquet in, by two readers, and out."""
+    """Begun on a cluster, gone on with by Ray of its own; Parquet in and out."""
     source, out = tmp_path / "source.parquet", tmp_path / "out.parquet"
     texts = [pair.source for pair in builtin_pairs(300, seed=7)]
     pyarrow.parquet.write_table(pyarrow.table({"text": texts, "n": range(300)}), source)
@@ -165,13 +161,11 @@ def test_a_killed_driver_loses_no_finished_chunk(fast_bundle_folder: Path, tmp_p
     arguments = [sys.executable, "-m", "transferry.cli", *ours]
     address = ["--ray-address", ray.get_runtime_context().gcs_address]
     with subprocess.Popen([*arguments, *address], stderr=subprocess.PIPE, text=True) as process:
-        notes = tmp_path / "out.parquet.job" / "notes"
-        while not any(notes.glob("*.json")):
+        while not (saved := len(saved_chunks(tmp_path / "out.parquet.job"))):
             assert process.poll() is None, process.stderr and process.stderr.read()
             time.sleep(0.005)
         process.kill()
     assert not out.exists()
-    saved = len([*notes.glob("*.json")])
     assert saved < 30
     resumed = subprocess.run(
         [*arguments, "--json"], capture_output=True, text=True, check=False, timeout=PATIENCE
@@ -205,129 +199,6 @@ def test_what_a_worker_finds_wrong_is_what_the_job_says(source: Path, tmp_path: 
     with pytest.raises(InputError, match=r"source\.txt\.gz"):
         by_ray(packed, max_errors=None).run()
     assert set(tmp_path.iterdir()) - before <= {tmp_path / "out.jsonl.job"}
-
-
-# Without Ray: what its processes do, done here.
-
-
-def computed_here(source: Path, **options: Any) -> tuple[Job, ChunkFolder]:
-    """Everything but Ray: a job and its chunks, all finished."""
-    here, worker = by_ray(source, **options), by_ray(source, **{**options, "partition": None})
-    folder = ChunkFolder(here.folder)
-    folder.folder.mkdir(exist_ok=True)
-    folder.begin(here.fingerprint, force=False)
-    folder.chunks = [
-        compute_chunk(worker, first, rows, 0, 2)
-        for first, rows in chunks_of(here, (here.row_range[0], None))
-    ]
-    return here, folder
-
-
-def chunks_of(here: Job, *ranges: tuple[int, int | None]) -> list[tuple[int, list[Any]]]:
-    """First row and rows of each chunk that readers give to Ray."""
-    rows_from = partial(here.reader.rows, last=here.row_range[1])
-    return [
-        (table["first"][0].as_py(), pickle.loads(table["rows"][0].as_py()))
-        for span in ranges
-        for table in read_chunks(rows_from, 3, *span)
-    ]
-
-
-def test_the_last_chunk_has_fewer_rows_than_the_others(tmp_path: Path) -> None:
-    for count, expected in ((0, [0]), (2, [2]), (3, [3, 0]), (7, [3, 3, 1])):
-        found = chunks_of(by_ray(write_rows(tmp_path / "rows.txt", count)), (0, None))
-        assert [len(rows) for _, rows in found] == expected
-        assert [first for first, _ in found] == [*range(0, count + 1, 3)]
-
-
-@pytest.mark.parametrize("workers", [1, 2, 3, 5, 50])
-@pytest.mark.parametrize(("rows", "partition"), [(0, None), (9, None), (20, None), (20, "2/3")])
-def test_readers_read_every_row_once(
-    tmp_path: Path, rows: int, partition: str | None, workers: int
-) -> None:
-    source = tmp_path / "source.parquet"
-    table = pyarrow.table({"text": [f"row {number}" for number in range(rows)]}).cast(
-        pyarrow.schema([("text", pyarrow.string())])
-    )
-    pyarrow.parquet.write_table(table, source, row_group_size=4)
-    here = by_ray(source, partition=partition)
-    found = chunks_of(here, *reader_ranges(here, workers))
-    first, last = here.row_range
-    last = rows if last is None else last
-    assert [number for number, _ in found] == [*range(first, last + 1, 3)]
-    assert [row.number for _, some in found for row in some] == [*range(first, last)]
-
-
-def test_chunks_are_published_when_all_are_there(source: Path) -> None:
-    here, folder = computed_here(source)
-    require_all(here, folder)
-    done = folder.chunks
-    for lacking in (done[1:], done[:-1], done[:3] + done[4:], []):
-        folder.chunks = lacking
-        with pytest.raises(InputError, match="some rows came back from no worker"):
-            require_all(here, folder)
-    folder.chunks = done
-    (folder.outputs / "000000000099.jsonl").touch()
-    with pytest.raises(InputError, match="fewer rows than were computed"):
-        require_all(here, folder)
-
-
-def publish(here: Job, folder: ChunkFolder) -> None:
-    summary = Summary(rows=folder.rows)
-    here.runner.publish(here, folder, partial(here._describe, folder, summary, None))
-    folder.clear()
-
-
-def test_a_last_chunk_without_rows_is_no_file(source: Path) -> None:
-    out = source.parent / "out.jsonl"
-    for text in ("one\ntwo\nthree\nfour\nfive\nsix\n", "a\nb\nc\n"):
-        source.write_text(text)
-        publish(*computed_here(source))
-        assert content(out) == chunks(source, force=True), "and no others"
-        again = by_ray(source).run()
-        assert (again.finished_before, again.rows) == (True, text.count("\n"))
-        with pytest.raises(UsageError, match="exists already, and long_rows was"):
-            by_ray(source, long_rows="truncate").run()
-
-
-def test_folders_of_several_jobs_are_merged(source: Path, tmp_path: Path) -> None:
-    parts = [tmp_path / f"{number}.jsonl" for number in (3, 1, 2)]
-    for part in parts:
-        publish(*computed_here(source, name=part.name, partition=f"{part.stem}/3"))
-    merge(parts, tmp_path / "merged.jsonl")
-    assert (tmp_path / "merged.jsonl").read_bytes() == run(source, "plain.jsonl")
-    next(parts[0].iterdir()).write_bytes(b"changed")
-    with pytest.raises(InputError, match=r"3\.jsonl has changed since its job wrote it"):
-        merge(parts, tmp_path / "again.jsonl")
-
-
-def test_a_folder_of_another_version_is_refused(source: Path) -> None:
-    """Of format 1, which kept the chunks in a folder "shards"."""
-    here, folder = computed_here(source)
-    folder.outputs.rename(folder.folder / "shards")
-    (folder.folder / "job.json").write_text('{"shard_rows": 3}')
-    before = content(folder.notes)
-    with pytest.raises(InputError, match="expected job format 3, found 1"):
-        ChunkFolder(here.folder).begin(here.fingerprint, force=False)
-    assert content(folder.notes) == before
-    ChunkFolder(here.folder).begin(here.fingerprint, force=True)
-    assert helpers.names(here.folder) == {"chunks", "job.json", "journal.jsonl", "notes"}
-
-
-def test_a_worker_refuses_what_is_not_the_job(source: Path) -> None:
-    here, folder = computed_here(source)
-    rows = [*here.reader.rows(0, 3)]
-    assert compute_chunk(here, 0, rows, 7, 2) == folder.chunks[0], "it was finished before"
-    with pytest.raises(InputError, match=r"has changed: rows 1 to 3 are not those"):
-        compute_chunk(here, 0, [*here.reader.rows(3, 6)], 7, 2)
-    engine = Echo()
-    engine.described = {**engine.described, "onnxruntime": "2.0"}
-    elsewhere = by_ray(source, load=lambda: engine)
-    with pytest.raises(InputError, match=r"differ from .*: onnxruntime was 1\.0, is 2\.0"):
-        compute_chunk(elsewhere, 0, rows, 7, 2)
-    folder.clear()
-    with pytest.raises(InputError, match=r"sees no .*out\.jsonl\.job; put the output on"):
-        compute_chunk(here, 0, rows, 7, 2)
 
 
 def test_what_it_cannot_do_is_refused(source: Path, tmp_path: Path) -> None:

@@ -1,0 +1,441 @@
+"""Distribution of a job's chunks among workers that come and go."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from transferry.runtime.engine.engine import Engine
+from transferry.runtime.errors import InputError, TransferryError, UsageError
+from transferry.runtime.io.atomic import durable_file, sync_folder
+from transferry.runtime.io.folders import replace_folder
+from transferry.runtime.jobs.chunk_folder import INPUT, ChunkFolder, ending_of
+from transferry.runtime.jobs.formats.rows import InputRow, hash_rows
+from transferry.runtime.jobs.formats.sources import Inputs, Steady
+from transferry.runtime.jobs.job import Job, Runner
+from transferry.runtime.jobs.job_options import JobOptions
+from transferry.runtime.jobs.journal import Chunk, Journal, differences, hash_of_hashes
+from transferry.runtime.jobs.output_files import LINES
+from transferry.runtime.jobs.plan import Plan
+from transferry.runtime.jobs.summary import Summary, Tally, read_summary
+from transferry.runtime.stopping import raising
+
+# Workers lost on one chunk before the job stops: some rows take every worker down.
+MOST_TRIES = 5
+# Seconds between two questions about progress, and workers asked at once.
+LOOK_EVERY, MOST_ASKED = 1.0, 64
+STARTING = "starting Ray and its workers"
+# Result of a call whose worker has died.
+LOST = object()
+
+
+@dataclass
+class Call:
+    """A call of a worker.
+
+    Attributes:
+        worker: Number of the worker.
+        method: open, compute or progress.
+        first: First row of the chunk that it is about.
+        result: A returned value, an exception that stops the job, or LOST.
+    """
+
+    worker: int
+    method: str
+    first: int = 0
+    result: Any = None
+
+
+class Crew(Protocol):
+    """Numbered workers, whose calls return in any order."""
+
+    def __len__(self) -> int:
+        """Number of workers."""
+
+    def call(self, worker: int, method: str, *arguments: int) -> None:
+        """Calls a method of a worker, or of the one that replaces it."""
+
+    def returned(self, seconds: float) -> Iterator[Call]:
+        """Yields the calls that have returned, after so many seconds at most."""
+
+
+class Distribution:
+    """Chunks of a job on their way to workers and into its journal."""
+
+    def __init__(
+        self,
+        job: Job,
+        folder: ChunkFolder,
+        crew: Crew,
+        summary: Summary,
+        watch: Callable[[Summary], None],
+    ) -> None:
+        """Begins with the chunks that the journal lacks."""
+        self._job, self._folder, self._crew = job, folder, crew
+        self._summary, self._watch, self._looked = summary, watch, 0.0
+        self._plan = Plan(job.row_range[0], job.options.chunk_rows, len(crew))
+        self._ahead: dict[int, int] = {}  # rows of the open chunk of each busy worker
+        self._idle, self._asked, self._starts = set[int](), deque[int](), Counter[int]()
+        self._failed: list[Exception] = []
+
+    def run(self, add: Callable[[Tally], None]) -> None:
+        """Has every chunk finished; the journal has all of them afterwards.
+
+        Raises:
+            InputError: A worker reports it, or several died of one chunk.
+        """
+        for worker in range(len(self._crew)):
+            self._crew.call(worker, "open")
+        while not self._idle:
+            self._turn()
+        # The first worker that is open has counted the lines, with the others.
+        self._begin()
+        for chunk in self._folder.chunks:
+            self._plan.found(chunk.first, chunk.rows)
+            add(chunk)
+        while not self._plan.complete:
+            self._assign()
+            for chunk in self._turn():
+                add(chunk)
+        first = self._job.row_range[0] + (self._plan.end or 0) * self._job.options.chunk_rows
+        if not self._folder.chunks.has(first):  # the last chunk has no rows, so no worker's file
+            self._folder.extend([Chunk(first=first, source_sha256=hash_rows(())[1])])
+        self._watch(self._summary)
+
+    def _begin(self) -> None:
+        """Makes the plan."""
+        job = self._job
+        if (lines := lines_folder(job)) is not None:
+            job.reader.index(lines)
+        self._summary.total = rows = known_rows(job)
+        self._plan = Plan(
+            job.row_range[0],
+            job.options.chunk_rows,
+            len(self._crew),
+            rows=rows,
+            is_finished=self._folder.chunks.has,
+            boundary=job.reader.boundary,
+        )
+
+    def _turn(self) -> list[Chunk]:
+        """Takes what workers return within a second; returns the finished chunks."""
+        chunks = [*filter(None, map(self._taken, self._crew.returned(LOOK_EVERY)))]
+        if chunks:
+            self._folder.extend(chunks)
+            self._summary.saved = self._folder.rows
+        if self._failed:
+            raise self._failed[0]
+        if (now := time.monotonic()) - self._looked >= LOOK_EVERY:
+            self._looked = now
+            self._ask()
+            note = "" if self._summary.rows or self._ahead else STARTING
+            ahead = sum(self._ahead.values())
+            self._watch(replace(self._summary, ahead=ahead, note=note))
+        return chunks
+
+    def _assign(self) -> None:
+        for worker in [*self._idle]:
+            if (first := self._plan.next(worker)) is not None:
+                self._idle.remove(worker)
+                self._ahead[worker] = 0
+                self._crew.call(worker, "compute", first)
+
+    def _ask(self) -> None:
+        """Asks some workers how far they are, others the next time."""
+        if not self._asked:
+            self._asked.extend(self._ahead)
+        for _ in range(min(MOST_ASKED, len(self._asked))):
+            if (worker := self._asked.popleft()) in self._ahead:
+                self._crew.call(worker, "progress")
+
+    def _taken(self, call: Call) -> Chunk | None:
+        """Takes the result of a call; returns a chunk that the journal lacks."""
+        worker, found = call.worker, call.result
+        if call.method == "progress":
+            if found is not LOST and worker in self._ahead:
+                self._ahead[worker] = found
+            return None
+        self._ahead.pop(worker, None)
+        if found is LOST:
+            self._note_lost(call)
+        elif isinstance(found, Exception):
+            self._failed.append(found)
+        else:
+            self._idle.add(worker)
+            if call.method == "compute":
+                return self._finished(worker, found)
+        return None
+
+    def _finished(self, worker: int, chunk: Chunk) -> Chunk | None:
+        self._starts[worker] = 0
+        expected = self._plan.rows_of(chunk.first)
+        if expected is not None and chunk.rows != expected:
+            last = chunk.first + expected
+            self._failed.append(
+                InputError(
+                    f"{self._job.layout.path} has changed since it was counted: rows "
+                    f"{chunk.first + 1} to {last} are {chunk.rows}. Run the command again once it "
+                    "stays as it is"
+                )
+            )
+            return None
+        return chunk if self._plan.finished(worker, chunk.rows) else None
+
+    def _note_lost(self, call: Call) -> None:
+        """Takes back the chunks of a worker that has died; Ray starts another in its place."""
+        worker, rows = call.worker, self._job.options.chunk_rows
+        self._starts[worker] += call.method == "open"
+        if self._plan.lost(worker) >= MOST_TRIES:
+            self._failed.append(
+                InputError(
+                    f"{MOST_TRIES} workers went down, one after the other, at rows "
+                    f"{call.first + 1} to {call.first + rows}. Look for what is wrong with these, "
+                    "or find it by running the job again with fewer --chunk-rows"
+                )
+            )
+        elif self._starts[worker] >= MOST_TRIES:
+            self._failed.append(
+                InputError(
+                    f"a worker went down {MOST_TRIES} times before its first chunk; it may need "
+                    "more memory than there is"
+                )
+            )
+        self._crew.call(worker, "open")
+
+
+class ChunkRunner(Runner):
+    """Computes the chunks of a job with workers; the output is a folder of chunks.
+
+    Attributes:
+        load: Opens the engine, on each worker.
+        workers: Number of workers.
+    """
+
+    journal, in_order = ChunkFolder, False
+
+    def __init__(self, load: Callable[[], Engine], workers: int = 0) -> None:
+        self.load, self.workers = load, workers
+
+    def told(self, job: Job, session: int) -> tuple[Any, ...]:
+        """Returns the arguments of a `Worker`."""
+        options = replace(job.options, partition=None, max_errors=None)
+        runner = WorkerRunner(session, self.workers)
+        told = self.load, job.sources, job.output, options, runner
+        return *told, job.row_range, lines_folder(job)
+
+    def crew(self, job: Job, session: int) -> AbstractContextManager[Crew]:
+        """Gives the workers; they end with the `with`."""
+        raise NotImplementedError
+
+    def check_kind(self, output: Path) -> None:
+        """Refuses to replace anything but a folder of chunks."""
+        if output.exists() and (not output.is_dir() or read_summary(output) is None):
+            raise UsageError(
+                f"{output} is not a folder of chunks with its {output.name}.summary.json, so it is "
+                "not replaced; name another"
+            )
+
+    def run(
+        self,
+        job: Job,
+        journal: Journal,
+        summary: Summary,
+        add: Callable[[Tally], None],
+        watch: Callable[[Summary], None],
+    ) -> None:
+        """Finishes every chunk that is not finished yet."""
+        folder = cast(ChunkFolder, journal)
+        summary.saved = folder.rows
+        require_unchanged(job, folder)
+        watch(replace(summary, note=STARTING))
+        with raising(), self.crew(job, folder.session) as crew:
+            Distribution(job, folder, crew, summary, watch).run(add)
+        for file in steady_files(job):
+            file.require_same()
+        require_all(folder)
+        # In order: the sums do not depend on which chunk was finished first.
+        summary.recount(folder.chunks)
+
+    def publish(self, job: Job, journal: Journal, describe: Callable[[str], None]) -> None:
+        """Gives the folder of chunks the output's name, last of all."""
+        describe(hash_of_hashes(chunk.sha256 for chunk in journal.chunks if chunk.sha256))
+        replace_folder(cast(ChunkFolder, journal).outputs, job.output)
+        sync_folder(job.output.parent)
+
+
+class WorkerRunner(Runner):
+    """Stands for the runner of a job as a worker opens it: another process owns the output."""
+
+    owns_output = False
+
+    def __init__(self, session: int, workers: int) -> None:
+        self.session, self.workers = session, workers
+
+
+class Worker:
+    """Computes chunks, in a process of Ray.
+
+    Attributes:
+        rows: Rows computed of the open chunk.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[], Engine],
+        sources: Inputs,
+        output: Path,
+        options: JobOptions,
+        runner: WorkerRunner,
+        row_range: tuple[int, int | None],
+        lines: Path | None,
+    ) -> None:
+        """Opens nothing yet, so that Ray does not count an error as a failed start."""
+        self._load, self._range, self._lines = load, row_range, lines
+        self._opened = sources, output, options, runner
+        self._job: Job = cast(Job, None)
+        self._read: Iterator[InputRow] = iter(())
+        self._next, self.rows = -1, 0
+
+    def open(self) -> Exception | None:
+        """Opens the job; returns the error where that fails, since Ray passes on its text only."""
+        try:
+            self._job = Job(self._load(), *self._opened)
+            require_same_job(self._job)
+            if self._lines is not None:
+                self._job.reader.index(self._lines, random.random())
+        except (TransferryError, OSError) as error:
+            return error
+        return None
+
+    def progress(self) -> int:
+        """Returns the number of rows computed of the open chunk."""
+        return self.rows
+
+    def compute(self, first: int) -> Chunk | Exception:
+        """Finishes the chunk that begins at a row, or returns the error."""
+        self.rows = 0
+        try:
+            return compute_chunk(self._job, first, self._rows(first), self._watch, self._range[0])
+        except (TransferryError, OSError) as error:
+            self._next = -1
+            return error
+
+    def _rows(self, first: int) -> Iterator[InputRow]:
+        """Reads a chunk, on from the last one if that is faster."""
+        skipped, most = first - self._next, self._job.options.chunk_rows
+        if self._next < 0 or skipped < 0 or (skipped and self._job.reader.seeks):
+            self._read, skipped = self._job.rows(first, self._range[1]), 0
+        self._next = first + most
+        return islice(self._read, skipped, skipped + most)
+
+    def _watch(self, summary: Summary) -> None:
+        self.rows = summary.rows + summary.ahead
+
+
+def require_same_job(job: Job) -> None:
+    """Raises InputError if a worker does not see the job's folder or has other settings."""
+    host, former = socket.gethostname(), ChunkFolder(job.folder).former()
+    if former is None:
+        raise InputError(
+            f"the worker on {host} sees no {job.folder}; put the output on a file system that all "
+            "machines share"
+        )
+    common = {setting: former.get(setting) for setting in job.fingerprint}
+    if changes := differences(common, job.fingerprint):
+        raise InputError(
+            f"the settings of the worker on {host} differ from the job's: {'; '.join(changes)}"
+        )
+
+
+def compute_chunk(
+    job: Job,
+    first: int,
+    rows: Iterator[InputRow],
+    watch: Callable[[Summary], None] = lambda summary: None,
+    start: int = 0,
+) -> Chunk:
+    """Writes one chunk, on a worker; a chunk without rows has no file.
+
+    Args:
+        job: The job as the worker has opened it.
+        first: Number of the chunk's first row.
+        rows: Its rows.
+        watch: Called with the counts of the chunk.
+        start: Number of the job's first row, whose chunk always has a file.
+    """
+    folder, runner, summary = ChunkFolder(job.folder), cast(WorkerRunner, job.runner), Summary()
+    folder.ending = ending_of(job.fingerprint)
+    path = folder.path(first)
+    head = [*islice(rows, 1)]
+    if not head and first > start:
+        return Chunk(first=first, source_sha256=hash_rows(())[1], session=runner.session)
+    # A worker that Ray has given up may still be writing, so each has a file of its own.
+    with (
+        durable_file(path, folder.folder) as file,
+        job.counting(summary, summary.add, watch) as count,
+    ):
+        chunk = job.write(job.results(chain(head, rows), first), file, first, count)
+    chunk.seal(path)
+    # Of the time that passes while all workers compute.
+    chunk.seconds /= runner.workers
+    chunk.session = runner.session
+    return chunk
+
+
+def lines_folder(job: Job) -> Path | None:
+    """Returns the folder of the numbers of lines; None if they are not counted."""
+    if job.options.partition is not None:
+        return job.output.parent / LINES
+    return None if job.options.limit is not None else job.folder / LINES
+
+
+def known_rows(job: Job) -> int | None:
+    """Returns the number of the job's rows, where it is known without reading them."""
+    first, last = job.row_range
+    if (rows := job.reader.count) is None or job.target is not None:
+        return None
+    return (rows if last is None else min(rows, last)) - first
+
+
+def steady_files(job: Job) -> list[Steady]:
+    """Returns the files of the input and its targets."""
+    return [*job.reader.steady, *(job.target.steady if job.target is not None else ())]
+
+
+def require_unchanged(job: Job, folder: ChunkFolder) -> None:
+    """Raises InputError if the rows of a finished chunk have changed.
+
+    Rows are read again only if sizes or times of the files have changed.
+    """
+    path = folder.folder / INPUT
+    for file in steady_files(job):
+        file.require_same()  # a file may not have been opened yet
+    found = json.dumps([[str(file), *map(str, file.version or ())] for file in steady_files(job)])
+    if not path.exists() or path.read_text() != found:
+        for chunk in folder.chunks:
+            ends = (chunk.first + job.options.chunk_rows, job.row_range[1])
+            end = min(end for end in ends if end is not None)
+            job.require_unchanged(chunk, job.rows(chunk.first, end))
+        with durable_file(path) as written:
+            written.write(found.encode())
+
+
+def require_all(folder: ChunkFolder) -> None:
+    """Raises InputError unless the files are those of the chunks, and nothing else."""
+    expected = {folder.path(chunk.first).name for chunk in folder.chunks if chunk.sha256}
+    with os.scandir(folder.outputs) as entries:
+        found = {entry.name for entry in entries}
+    for name in found - expected:  # of a run whose chunks were fewer
+        (folder.outputs / name).unlink()
+    if expected - found:
+        raise InputError(f"{folder.outputs} has fewer files than were written. Run the job again")

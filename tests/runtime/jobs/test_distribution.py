@@ -1,0 +1,226 @@
+"""Chunks that several workers compute in any order: the bytes of a plain job."""
+
+import gzip
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from tests.runtime.jobs.helpers import (
+    Echo,
+    LocalRunner,
+    by_workers,
+    computed_rows,
+    joined,
+    names,
+    run,
+    write_rows,
+)
+from transferry.runtime.errors import InputError
+from transferry.runtime.jobs.chunk_folder import ChunkFolder
+from transferry.runtime.jobs.distribution import MOST_TRIES, Worker, require_all
+from transferry.runtime.jobs.job import Job
+from transferry.runtime.jobs.job_options import JobOptions
+from transferry.runtime.jobs.journal import Chunk
+from transferry.runtime.jobs.merge import merge
+from transferry.runtime.jobs.plan import Plan
+from transferry.runtime.jobs.summary import summary_path
+
+
+def as_table(lines: list[str]) -> Any:
+    return pyarrow.table({"text": pyarrow.array(lines, pyarrow.string()), "n": range(len(lines))})
+
+
+def parquet(path: Path, lines: list[str]) -> None:
+    pyarrow.parquet.write_table(as_table(lines), path, row_group_size=4)
+
+
+FORMATS: dict[str, Callable[[Path, list[str]], object]] = {
+    "txt": lambda path, lines: path.write_text("".join(f"{line}\n" for line in lines)),
+    "txt.gz": lambda path, lines: path.write_bytes(gzip.compress("\n".join(lines).encode())),
+    "jsonl": lambda path, lines: path.write_text(
+        "".join(json.dumps({"text": line}) + "\n" for line in lines)
+    ),
+    "parquet": parquet,
+}
+
+
+@pytest.mark.parametrize(
+    ("form", "rows"),
+    [("txt", 0), ("txt", 20), ("txt.gz", 9), ("jsonl", 20), ("parquet", 9), ("parquet", 20)],
+)
+def test_workers_write_the_bytes_of_a_plain_job(tmp_path: Path, form: str, rows: int) -> None:
+    """Workers die now and then; of two files."""
+    first, second = tmp_path / f"a.{form}", tmp_path / f"b.{form}"
+    FORMATS[form](first, [f"row {number}" if number % 7 else "" for number in range(rows)])
+    FORMATS[form](second, [f"other {number}" for number in range(rows // 3)])
+    draw, out = random.Random(rows), tmp_path / "out.jsonl"
+    deaths = (draw.random() < 0.2 for _ in range(99))
+    by_workers([first, second], out, LocalRunner(deaths))
+    job = Job(Echo(), [first, second], tmp_path / "plain.jsonl", JobOptions(chunk_rows=3))
+    job.run()
+    assert joined(out) == job.output.read_bytes()
+    total = rows + rows // 3
+    assert names(out) == {f"{first:012d}.jsonl" for first in range(0, max(1, total), 3)}
+    record, found = (json.loads(path.read_bytes()) for path in map(summary_path, (job.output, out)))
+    for name in ("rows", "errors", "first_error", "source_sha256", "fingerprint"):
+        assert found[name] == record[name], name
+    assert by_workers([first, second], out).finished_before
+
+
+def test_rows_that_kill_every_worker_are_named(tmp_path: Path) -> None:
+    source, out = write_rows(tmp_path / "in.txt", 20), tmp_path / "out.jsonl"
+    deaths = (number > 4 for number in range(1000))
+    with pytest.raises(InputError, match=rf"{MOST_TRIES} workers went down.* rows .*saved"):
+        by_workers(source, out, LocalRunner(deaths))
+    # Finished chunks stay, but a damaged one, and one that is not in the journal.
+    lines = (tmp_path / "out.jsonl.job" / "journal.jsonl").read_bytes().splitlines()
+    saved = [json.loads(line)["first"] for line in lines]
+    assert len(saved) == 5
+    chunks = tmp_path / "out.jsonl.job" / "chunks"
+    (chunks / f"{saved[1]:012d}.jsonl").write_bytes(b"damaged")
+    (chunks / "000000000999.jsonl").touch()
+    with (tmp_path / "out.jsonl.job" / "journal.jsonl").open("ab") as journal:
+        journal.write(b'{"rows": 3, "err')
+    computed = tmp_path / "computed"
+    assert by_workers(source, out, LocalRunner(computed=computed)).resumed == 1
+    again = {row // 3 * 3 for row in computed_rows(computed)}
+    assert again & set(saved) == {saved[1]}
+    assert joined(out) == run(source, "plain.jsonl")
+
+
+def stopped(source: Path, out: Path) -> Path:
+    with pytest.raises(InputError):
+        by_workers(source, out, LocalRunner(number > 4 for number in range(1000)))
+    return out.with_name(f"{out.name}.job")
+
+
+def test_finished_chunks_are_not_read_again(tmp_path: Path) -> None:
+    """Their sizes and times tell; a copy of the folder is read."""
+    source, out = write_rows(tmp_path / "in.txt", 20), tmp_path / "out.jsonl"
+    folder = stopped(source, out)
+    path = next((folder / "chunks").iterdir())
+    times = path.stat().st_atime_ns, path.stat().st_mtime_ns
+    path.write_bytes(path.read_bytes()[::-1])
+    for changed, computed in ((0, 2), (1, 1)):
+        os.utime(path, ns=(times[0], times[1] + changed))
+        runner = LocalRunner(number >= 0 for number in range(1000))
+        with pytest.raises(InputError, match=rf"{20 - 3 * computed} rows are saved|went down"):
+            by_workers(source, out, runner)
+
+
+def test_another_input_is_refused(tmp_path: Path) -> None:
+    source, out = write_rows(tmp_path / "in.txt", 20), tmp_path / "out.jsonl"
+    stopped(source, out)
+    source.write_text(source.read_text().replace("row 1\n", "row I\n"))
+    with pytest.raises(InputError, match=r"in\.txt has changed: rows 1 to 3 are not those"):
+        by_workers(source, out)
+
+
+def test_a_folder_with_notes_is_continued(tmp_path: Path) -> None:
+    """As earlier versions left it: a note for each chunk, and an empty journal."""
+    source, out = write_rows(tmp_path / "in.txt", 20), tmp_path / "out.jsonl"
+    folder = stopped(source, out)
+    (folder / "notes").mkdir()
+    lines = (folder / "journal.jsonl").read_bytes().splitlines()
+    for number, line in enumerate(lines):
+        record = json.loads(line)
+        del record["modified"]
+        (folder / "notes" / f"{number}.json").write_text(json.dumps(record) + "\n")
+    (folder / "journal.jsonl").write_bytes(b"")
+    (folder / "input.json").unlink()
+    runner = LocalRunner()
+    assert by_workers(source, out, runner).resumed == 1
+    saved = {json.loads(line)["first"] for line in lines}
+    assert {*runner.made.calls} & {*range(0, 20, 3)} == {*range(0, 20, 3)} - saved
+    assert joined(out) == run(source, "plain.jsonl")
+
+
+@pytest.mark.parametrize("rows", [None, 0, 29, 30])
+def test_a_plan_gives_every_chunk_once(rows: int | None) -> None:
+    draw = random.Random(0)
+    for workers in (1, 2, 7, 50):
+        total = 30 if rows is None else rows
+        plan = Plan(100, 3, workers, rows=rows, is_finished=lambda first: first % 4 == 0)
+        done, open_chunks = list[int](), dict[int, int]()
+        while not plan.complete:
+            worker = draw.randrange(workers)
+            if worker in open_chunks:
+                first = open_chunks.pop(worker)
+                if draw.random() < 0.2:
+                    plan.lost(worker)
+                elif plan.finished(worker, max(0, min(3, 100 + total - first))):
+                    done.append(first)
+            elif (begun := plan.next(worker)) is not None:
+                open_chunks[worker] = begun
+        expected = [first for first in range(100, 101 + total, 3) if first % 4]
+        assert sorted(done) == [first for first in expected if first < 100 + total or not total]
+
+
+def test_a_worker_reads_on_to_the_end_of_a_row_group() -> None:
+    """As long as no other waits for it."""
+    plan = Plan(0, 10, 4, rows=16_000, boundary=lambda row: -(-row // 300) * 300)
+    begun = [plan.next(worker) for worker in range(4)]
+    assert begun == [0, 1200, 2400, 3300]
+    assert [plan.next(0) for _ in range(3)] == [10, 20, 30]
+
+
+def test_a_worker_refuses_what_is_not_the_job(tmp_path: Path) -> None:
+    source, out = write_rows(tmp_path / "in.txt", 20), tmp_path / "out.jsonl"
+    folder = stopped(source, out)
+    engine = Echo()
+    engine.described = {**engine.described, "onnxruntime": "2.0"}
+    for load, fault in ((lambda: engine, r"differ from .*: onnxruntime was 1\.0, is 2\.0"),):
+        job = Job(Echo(), source, out, JobOptions(chunk_rows=3), LocalRunner())
+        runner = LocalRunner()
+        runner.load = load
+        worker = Worker(*runner.told(job, 0))
+        with pytest.raises(InputError, match=fault):
+            raise worker.open() or AssertionError
+    shutil.rmtree(folder)
+    with pytest.raises(InputError, match=r"sees no .*out\.jsonl\.job; put the output on"):
+        raise Worker(*LocalRunner().told(job, 0)).open() or AssertionError
+
+
+def test_a_file_that_is_gone_is_noticed(tmp_path: Path) -> None:
+    folder = ChunkFolder(tmp_path / "out.jsonl.job")
+    folder.folder.mkdir()
+    folder.clear()
+    folder.outputs.mkdir()
+    folder.ending = "jsonl"
+    folder.extend([Chunk(first=0, rows=3, sha256="ab")])
+    (folder.outputs / "000000000009.jsonl").touch()
+    with pytest.raises(InputError, match="fewer files than were written"):
+        require_all(folder)
+
+
+def test_a_folder_of_another_version_is_refused(tmp_path: Path) -> None:
+    """Of format 1, which kept the chunks in a folder "shards"."""
+    source, out = write_rows(tmp_path / "in.txt", 20), tmp_path / "out.jsonl"
+    folder = stopped(source, out)
+    now = json.loads((folder / "job.json").read_bytes())
+    (folder / "chunks").rename(folder / "shards")
+    (folder / "job.json").write_text('{"shard_rows": 3}')
+    with pytest.raises(InputError, match="expected job format 3, found 1"):
+        ChunkFolder(folder).begin(now, force=False)
+    ChunkFolder(folder).begin(now, force=True)
+    assert names(folder) - {"lock"} == {"chunks", "job.json", "journal.jsonl"}
+
+
+def test_folders_of_several_jobs_are_merged(tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "in.txt", 20)
+    parts = [tmp_path / f"{number}.jsonl" for number in (3, 1, 2)]
+    for part in parts:
+        by_workers(source, part, partition=f"{part.stem}/3")
+    merge(parts, tmp_path / "merged.jsonl")
+    assert (tmp_path / "merged.jsonl").read_bytes() == run(source, "plain.jsonl")
+    next(parts[0].iterdir()).write_bytes(b"changed")
+    with pytest.raises(InputError, match=r"3\.jsonl has changed since its job wrote it"):
+        merge(parts, tmp_path / "again.jsonl")
