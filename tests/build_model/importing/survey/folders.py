@@ -190,7 +190,8 @@ NOISE: dict[str, Any] = {
 def minimal(record: dict[str, Any], usual: dict[str, Any]) -> None:
     """Keeps what differs from transformers' defaults, as older versions wrote it."""
     for key in [*record]:
-        kept = ("model_type", "architectures", "vocab_size", "is_encoder_decoder")
+        kept = ["model_type", "architectures", "vocab_size", "is_encoder_decoder"]
+        kept.append("decoder_start_token_id")  # without which `generate` fails
         if key not in kept and key in usual and usual[key] == record[key]:
             del record[key]
 

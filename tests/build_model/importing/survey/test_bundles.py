@@ -53,7 +53,9 @@ def test_bundles_answer_as_transformers(
         export_bundle(checkpoint, tmp_path / "bundle", Contents(texts=TEXTS), traces=TRACES)
     with Engine.load(tmp_path / "bundle", variant="portable") as engine:
         if checkpoint.model.config.architecture != "encoder-only":
-            answers = engine.generate(TEXTS, max_length=NEW, beam=1, split_lines=False)
+            answers = engine.generate(
+                TEXTS, max_length=NEW, max_total_length=0, beam=1, split_lines=False
+            )
             found = [row.hypotheses[0].text for row in answers]
             assert found == [generated(folder, text) for text in TEXTS], folder.changes
         elif checkpoint.head is None:
