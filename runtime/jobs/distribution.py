@@ -11,6 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -34,6 +35,8 @@ from transferry.runtime.stopping import raising
 MOST_TRIES = 5
 # Seconds between two questions about progress, and workers asked at once.
 LOOK_EVERY, MOST_ASKED = 1.0, 64
+# Seconds without a further row that count as a stall.
+STALL_SECONDS = 60.0
 STARTING = "starting Ray and its workers"
 # Result of a call whose worker has died.
 LOST = object()
@@ -68,6 +71,9 @@ class Crew(Protocol):
     def returned(self, seconds: float) -> Iterator[Call]:
         """Yields the calls that have returned, after so many seconds at most."""
 
+    def resources(self) -> str:
+        """Returns a sentence on the resources for workers."""
+
 
 class Distribution:
     """Chunks of a job on their way to workers and into its journal."""
@@ -87,6 +93,8 @@ class Distribution:
         self._ahead: dict[int, int] = {}  # rows of the open chunk of each busy worker
         self._idle, self._asked, self._starts = set[int](), deque[int](), Counter[int]()
         self._failed: list[Exception] = []
+        # When the last row was done, and how many were.
+        self._moved, self._done = time.monotonic(), -1
 
     def run(self, add: Callable[[Tally], None]) -> None:
         """Has every chunk finished; the journal has all of them afterwards.
@@ -138,10 +146,25 @@ class Distribution:
         if (now := time.monotonic()) - self._looked >= LOOK_EVERY:
             self._looked = now
             self._ask()
-            note = "" if self._summary.rows or self._ahead else STARTING
             ahead = sum(self._ahead.values())
+            note = self._stall(now, ahead) or (
+                "" if self._summary.rows or self._ahead else STARTING
+            )
             self._watch(replace(self._summary, ahead=ahead, note=note))
         return chunks
+
+    def _stall(self, now: float, ahead: int) -> str:
+        """Tells of rows that have not come for a minute."""
+        done = self._summary.rows + ahead
+        if done != self._done:
+            self._moved, self._done = now, done
+        if (seconds := now - self._moved) < STALL_SECONDS:
+            return ""
+        busy = len(self._ahead)
+        return (
+            f"no row for {timedelta(seconds=round(seconds))} with {busy} of {len(self._crew)} "
+            f"workers at work; {self._crew.resources()}"
+        )
 
     def _assign(self) -> None:
         for worker in [*self._idle]:
@@ -314,7 +337,7 @@ class Worker:
             if self._lines is not None:
                 self._job.reader.index(self._lines, random.random())
         except (TransferryError, OSError) as error:
-            return error
+            return type(error)(f"the worker on {socket.gethostname()}: {error}")
         return None
 
     def progress(self) -> int:
@@ -344,17 +367,14 @@ class Worker:
 
 def require_same_job(job: Job) -> None:
     """Raises InputError if a worker does not see the job's folder or has other settings."""
-    host, former = socket.gethostname(), ChunkFolder(job.folder).former()
+    former = ChunkFolder(job.folder).former()
     if former is None:
         raise InputError(
-            f"the worker on {host} sees no {job.folder}; put the output on a file system that all "
-            "machines share"
+            f"it sees no {job.folder}; put the output on a file system that all machines share"
         )
     common = {setting: former.get(setting) for setting in job.fingerprint}
     if changes := differences(common, job.fingerprint):
-        raise InputError(
-            f"the settings of the worker on {host} differ from the job's: {'; '.join(changes)}"
-        )
+        raise InputError(f"its settings differ from the job's: {'; '.join(changes)}")
 
 
 def compute_chunk(

@@ -10,10 +10,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,7 @@ from transferry.runtime.jobs.distribution import LOST, Call, ChunkRunner, Worker
 from transferry.runtime.jobs.formats.sources import Inputs, open_sources
 from transferry.runtime.jobs.job import Job
 from transferry.runtime.jobs.job_options import JobOptions, RayOptions
+from transferry.runtime.tables import counted
 
 # Defaults: nothing leaves the machine, and stderr is for the job.
 ENVIRONMENT = {
@@ -109,7 +111,12 @@ class RayRunner(ChunkRunner):
             try:
                 with _hushed():
                     self._ray.init(address, log_to_driver=False, logging_level=logging.ERROR, **own)
-            except ConnectionError as error:
+            except (ConnectionError, self._ray.exceptions.RayError) as error:
+                if "authentication" in f"{error} {error.__cause__}":
+                    raise InputError(
+                        f"the Ray cluster at {address} asks for a token: set RAY_AUTH_MODE=token, "
+                        "and RAY_AUTH_TOKEN or ~/.ray/auth_token to the cluster's"
+                    ) from error
                 raise InputError(f"there is no Ray cluster at {address}: {error}") from error
             except Exception as error:
                 if type(error) is not Exception:  # Ray's, of a start of more than 30 s, is plain
@@ -122,17 +129,30 @@ class RayRunner(ChunkRunner):
             if threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, terminated)  # Ray has set its own
         try:
-            found = self._ray.cluster_resources()
-            room = int(found.get("CPU", 0)) // cores
-            if gpus:
-                room = min(room, int(found.get("GPU", 0)))
-            self.workers = wanted or max(1, room)
+            room = room_for(self._ray.nodes(), cores, gpus)
+            if room < (wanted or 1):
+                needed = f"{counted(cores, 'CPU')}{' and a GPU' if gpus else ''}"
+                raise UsageError(
+                    f"the Ray cluster has room for {counted(room, 'worker')} of {needed}, not for "
+                    f"{wanted or 1}; lower --workers, --replicas or --threads, or add machines"
+                )
+            self.workers = wanted or room
             self.about = {"engine": "ray", "workers": self.workers}
             with contextlib.redirect_stdout(sys.stderr):  # Ray prints which workers died
                 yield
         finally:
             if begun:
-                self._ray.shutdown()
+                with _hushed():
+                    self._ray.shutdown()
+
+
+def room_for(nodes: Sequence[Mapping[str, Any]], cores: int, gpus: int) -> int:
+    """Returns how many workers of so many CPU cores and GPUs the machines of a cluster hold."""
+    found = [node["Resources"] for node in nodes if node["Alive"]]
+    return sum(
+        min([int(each.get("CPU", 0)) // cores, *([int(each.get("GPU", 0))] if gpus else [])])
+        for each in found
+    )
 
 
 @contextlib.contextmanager
@@ -173,6 +193,15 @@ class RayCrew:
         ref = getattr(self._workers[worker], method).remote(*arguments)
         self._calls[ref] = Call(worker, method, *arguments)
 
+    def resources(self) -> str:
+        """Returns a sentence on the free CPUs and GPUs of the cluster, and on lost machines."""
+        free, whole = self._ray.available_resources(), self._ray.cluster_resources()
+        names = [name for name in ("CPU", "GPU") if name in whole]
+        told = " and ".join(f"{free.get(name, 0):g} of {whole[name]:g} {name}s" for name in names)
+        lost = [node["NodeManagerHostname"] for node in self._ray.nodes() if not node["Alive"]]
+        gone = f"; lost: {', '.join(sorted(set(lost)))}" if lost else ""
+        return f"Ray has {told or 'no CPUs'} free{gone}"
+
     def returned(self, seconds: float) -> Iterator[Call]:
         """Yields the calls that have returned, after so many seconds at most."""
         ready, _ = self._ray.wait([*self._calls], num_returns=1, timeout=seconds)
@@ -182,11 +211,26 @@ class RayCrew:
             call = self._calls.pop(ref)
             try:
                 call.result = self._ray.get(ref)
-            except self._lost:
+            except self._lost as error:
+                if "No module named" in str(error):  # Ray shows an import that failed as a death
+                    call.result = InputError(
+                        "a machine of the Ray cluster cannot import transferry; install this "
+                        f"version there, with the extra ray: {_last_line(error)}"
+                    )
+                    yield call
+                    continue
                 call.result = LOST
                 if call.method != "progress":  # else another call is lost too
                     self._workers[call.worker] = self._make()
             yield call
+
+
+def _last_line(error: Exception) -> str:
+    """Returns the line of an error that names a module and, before it, the machine."""
+    text = str(error)
+    host = re.search(r"ip=([0-9a-f.:]+)", text)
+    line = next(line for line in text.splitlines() if "No module named" in line)
+    return f"{line.strip()}{f' on {host[1]}' if host else ''}"
 
 
 def import_ray() -> Any:

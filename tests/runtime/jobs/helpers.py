@@ -157,6 +157,9 @@ class LocalCrew:
     def call(self, worker: int, method: str, *arguments: int) -> None:
         self._calls.append(Call(worker, method, *arguments))
 
+    def resources(self) -> str:
+        return "nothing is free"
+
     def returned(self, seconds: float) -> Iterator[Call]:
         calls, self._calls = self._calls, []
         for call in calls:

@@ -15,6 +15,7 @@ import pytest
 
 from tests.runtime.jobs.helpers import (
     Echo,
+    LocalCrew,
     LocalRunner,
     by_workers,
     computed_rows,
@@ -25,13 +26,14 @@ from tests.runtime.jobs.helpers import (
 )
 from transferry.runtime.errors import InputError
 from transferry.runtime.jobs.chunk_folder import ChunkFolder
-from transferry.runtime.jobs.distribution import MOST_TRIES, Worker, require_all
+from transferry.runtime.jobs.distribution import MOST_TRIES, Distribution, Worker, require_all
 from transferry.runtime.jobs.job import Job
 from transferry.runtime.jobs.job_options import JobOptions
 from transferry.runtime.jobs.journal import Chunk
 from transferry.runtime.jobs.merge import merge
 from transferry.runtime.jobs.plan import Plan
-from transferry.runtime.jobs.summary import summary_path
+from transferry.runtime.jobs.ray_job import room_for
+from transferry.runtime.jobs.summary import Summary, summary_path
 
 
 def as_table(lines: list[str]) -> Any:
@@ -185,8 +187,25 @@ def test_a_worker_refuses_what_is_not_the_job(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=fault):
             raise worker.open() or AssertionError
     shutil.rmtree(folder)
-    with pytest.raises(InputError, match=r"sees no .*out\.jsonl\.job; put the output on"):
+    with pytest.raises(InputError, match=r"worker on \S+: it sees no .*\.job; put the output on"):
         raise Worker(*LocalRunner().told(job, 0)).open() or AssertionError
+
+
+def test_a_stall_is_told(tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "in.txt", 20)
+    job = Job(Echo(), source, tmp_path / "out.jsonl", JobOptions(chunk_rows=3))
+    crew = LocalCrew(lambda: None, 3)
+    stall = Distribution(job, ChunkFolder(job.folder), crew, Summary(), print)._stall
+    assert [stall(at, 0) for at in (1000.0, 1059.0)] == ["", ""]
+    assert stall(1061, 0) == "no row for 0:01:01 with 0 of 3 workers at work; nothing is free"
+    assert [stall(at, 1) for at in (1062.0, 1120.0)] == ["", ""], "a row came"
+
+
+def test_a_worker_needs_room_on_one_machine() -> None:
+    cpus, gone = {"CPU": 3.0}, {"Alive": False, "Resources": {"CPU": 9.0}}
+    nodes = [{"Alive": True, "Resources": each} for each in (cpus, cpus, {**cpus, "GPU": 1.0}, {})]
+    found = [room_for([*nodes, gone], cores, gpus) for cores, gpus in ((1, 0), (2, 0), (2, 1))]
+    assert found == [9, 3, 1]
 
 
 def test_a_file_that_is_gone_is_noticed(tmp_path: Path) -> None:
