@@ -97,7 +97,7 @@ def test_attention_may_go_both_ways(kind: str, setting: bool, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"architectures": ["LlamaForQuestionAnswering"]}, r'is \["LlamaForQuestionAnswering"\]'),
+        ({"architectures": ["LlamaForMultipleChoice"]}, r'is \["LlamaForMultipleChoice"\]'),
         (
             {"architectures": ["LlamaEncoderModel"]},
             "begin with Llama and end with ForCausalLM, For",

@@ -92,7 +92,8 @@ def spm(kind: str, **options: Any) -> bytes:
     own: dict[str, Any] = ids if kind in ("T5", "PEGASUS") else {}
     if kind == "ALBERT":
         own = {"pad_id": 0, "unk_id": 1, "bos_id": -1, "eos_id": -1}
-        own["control_symbols"] = ["[CLS]", "[SEP]", "[MASK]"]
+        named = ("[CLS]", "[SEP]", "[MASK]", options.get("control_symbols", ""))
+        options["control_symbols"] = ",".join(filter(None, named))
     return sentencepiece_model(**{"vocab_size": 90, "model_type": "unigram", **own, **options})
 
 
