@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -107,6 +108,7 @@ class RayRunner(ChunkRunner):
             if address == "local":
                 workers = wanted or max(1, usable_cores() // cores)
                 own = {"num_cpus": workers * cores, "include_dashboard": False}
+            require_listening(address)
             terminated = signal.getsignal(signal.SIGTERM)
             try:
                 with _hushed():
@@ -144,6 +146,23 @@ class RayRunner(ChunkRunner):
             if begun:
                 with _hushed():
                     self._ray.shutdown()
+
+
+def require_listening(address: str) -> None:
+    """Checks that something listens at `HOST:PORT`: Ray itself asks again for minutes.
+
+    Raises:
+        InputError: Nothing does.
+    """
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdecimal():  # "auto" and "local" are Ray's to find
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+    except (OSError, OverflowError) as error:
+        raise InputError(
+            f"there is no Ray cluster at {address}: {error}; `ray start --head` tells the address"
+        ) from error
 
 
 def room_for(nodes: Sequence[Mapping[str, Any]], cores: int, gpus: int) -> int:

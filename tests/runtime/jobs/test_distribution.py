@@ -5,6 +5,7 @@ import json
 import os
 import random
 import shutil
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from transferry.runtime.jobs.job_options import JobOptions
 from transferry.runtime.jobs.journal import Chunk
 from transferry.runtime.jobs.merge import merge
 from transferry.runtime.jobs.plan import Plan
-from transferry.runtime.jobs.ray_job import room_for
+from transferry.runtime.jobs.ray_job import require_listening, room_for
 from transferry.runtime.jobs.summary import Summary, summary_path
 
 
@@ -243,3 +244,14 @@ def test_folders_of_several_jobs_are_merged(tmp_path: Path) -> None:
     next(parts[0].iterdir()).write_bytes(b"changed")
     with pytest.raises(InputError, match=r"3\.jsonl has changed since its job wrote it"):
         merge(parts, tmp_path / "again.jsonl")
+
+
+def test_an_address_where_nothing_listens_is_refused() -> None:
+    """Ray itself asks such an address again for minutes."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
+        for each in (address, f"ray://{address}", "auto", "local"):
+            require_listening(each)
+    for each in (address, f"ray://{address}", "127.0.0.1:99999"):
+        with pytest.raises(InputError, match=f"there is no Ray cluster at {each}: "):
+            require_listening(each)
