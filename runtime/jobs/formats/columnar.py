@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import io
+import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from itertools import accumulate, chain, islice
-from pathlib import Path
+from itertools import accumulate, chain, islice, takewhile
+from pathlib import Path, PurePosixPath
 from typing import Any
+from urllib.parse import unquote
 
 from transferry.runtime.engine.result import RowError
 from transferry.runtime.engine.tasks.task import Layout
@@ -34,12 +36,19 @@ _OF_LAYOUT = (
     *(b"org.apache.spark.sql.parquet.row.metadata", b"parquet.avro.schema"),
 )
 
+# Name of a folder that holds a column, and the value for rows that have none.
+_PARTITION = re.compile("[^=]+=.*", re.DOTALL)
+_NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
+
 
 class ColumnarReader(RowReader):
-    """Reads columns in batches of a few megabytes."""
+    """Reads columns in batches of a few megabytes, and those that the folders' names hold."""
 
     def __init__(self, path: Source, format: InputFormat, schema: Any, column: str | None) -> None:
         self.file = path
+        named = partition_columns(path)
+        self._named = {name: named[name] for name in named if name not in schema.names}
+        schema = self._with_named(schema)
         layout = layout_of(path, format, unique(schema.names, path), column)
         self.layout = replace(layout, schema=schema)
         require_texts(self.layout)
@@ -49,9 +58,38 @@ class ColumnarReader(RowReader):
     ) -> Iterator[InputRow]:
         """Yields rows first to last - 1 of batches whose first row has the number `start`."""
         stop = None if last is None else max(0, last - start)
-        found = enumerate(chain.from_iterable(map(_placed, batches)), start)
+        whole = map(self._with_named, batches)
+        found = enumerate(chain.from_iterable(map(_placed, whole)), start)
         for number, (fields, raw, arrow) in islice(found, max(0, first - start), stop):
             yield replace(self._row(number, fields, raw), arrow=arrow)
+
+    def _with_named(self, table: Any) -> Any:
+        """Returns a schema or a batch with the columns of the folders' names."""
+        import pyarrow
+
+        text = pyarrow.string()
+        if isinstance(table, pyarrow.Schema):
+            for name in self._named:
+                table = table.append(pyarrow.field(name, text))
+        elif self._named:
+            values = [
+                pyarrow.repeat(pyarrow.scalar(value, text), table.num_rows)
+                for value in self._named.values()
+            ]
+            schema = self._with_named(table.schema)
+            return pyarrow.RecordBatch.from_arrays([*table.columns, *values], schema=schema)
+        return table
+
+
+def partition_columns(path: Source) -> dict[str, str | None]:
+    """Returns the columns that folders named NAME=VALUE hold for a file, as texts.
+
+    Hive, Spark and pandas write a table so; the folders lie right above the file.
+    """
+    whole = path.url.split("?")[0] if isinstance(path, RemoteFile) else str(path.absolute())
+    folders = reversed(PurePosixPath(whole).parts[:-1])
+    pairs = [unquote(each).split("=", 1) for each in takewhile(_PARTITION.fullmatch, folders)]
+    return {name: None if value == _NO_VALUE else value for name, value in reversed(pairs)}
 
 
 class ParquetReader(ColumnarReader):

@@ -15,6 +15,7 @@ from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.io.documents import read_document
 from transferry.runtime.io.lines import open_stream
 from transferry.runtime.io.outputs import STANDARD_STREAM
+from transferry.runtime.jobs.formats.detection import named_format
 from transferry.runtime.jobs.formats.remote_file import RemoteFile, Source, is_url
 from transferry.runtime.jobs.formats.rows import InputRow, RowReader
 
@@ -67,21 +68,37 @@ def _expanded(name: Source | str) -> Sequence[Source]:
 
 
 def _dataset(folder: Path) -> list[Path]:
-    """Returns the files of a folder that `save_to_disk` of Hugging Face datasets wrote."""
+    """Returns the files of a folder of rows, such as a dataset of Hugging Face."""
     if (folder / SPLITS).is_file():
         splits = read_document(folder / SPLITS, dict[str, Any], "save the dataset again")
         named = ", ".join(str(folder / str(split)) for split in splits.get("splits", ()))
         raise InputError(f"{folder} is a dataset of several splits; name one of them: {named}")
     if not (folder / STATE).is_file():
-        raise InputError(
-            f"{folder} is a folder, and not one of a Hugging Face dataset, which has {STATE}; name "
-            f"its files, such as '{folder}/*.jsonl'"
-        )
+        return _table(folder)
     state = read_document(folder / STATE, dict[str, Any], "save the dataset again")
     names = [file.get("filename") for file in state.get("_data_files", ())]
     if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
         raise InputError(f"{folder / STATE}: expected the files of a dataset, found {names}")
     return [folder / name for name in names]
+
+
+def _table(folder: Path) -> list[Path]:
+    """Returns the files of one format in a folder and below it, as Spark and Ray write a table."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    # Such as _SUCCESS, _metadata and .part-0.parquet.crc.
+    files = [
+        path
+        for path in files
+        if not any(name.startswith((".", "_")) for name in path.relative_to(folder).parts)
+    ]
+    found = {named_format(path)[0] for path in files}
+    if len(found) != 1:
+        said = ", ".join(sorted(f".{name}" if name else "none" for name in found)) or "no file"
+        raise InputError(
+            f"{folder}: expected a folder with files of one format, found the endings {said}; name "
+            f"its files, such as '{folder}/*.jsonl'"
+        )
+    return files
 
 
 class Steady:

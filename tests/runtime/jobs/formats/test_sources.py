@@ -20,6 +20,8 @@ from transferry.runtime.jobs.job import Job
 from transferry.runtime.jobs.job_options import JobOptions
 
 pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is an optional extra")
+pytest.importorskip("pyarrow.dataset")
+pytest.importorskip("pyarrow.parquet")
 pytest.importorskip("fsspec", reason="fsspec is an optional extra")
 pytest.importorskip("aiohttp", reason="aiohttp, which fsspec reads http with, is not installed")
 
@@ -104,7 +106,8 @@ def test_files_of_other_columns_are_refused(tmp_path: Path) -> None:
     [
         (["x/*.txt"], "expected files of this pattern, found no file"),
         (["-", "a.txt"], "standard input cannot be one of several"),
-        (["."], "is a folder, and not one of a Hugging Face dataset"),
+        (["."], "expected a folder with files of one format, found the endings .csv, .json"),
+        (["empty"], "expected a folder with files of one format, found the endings no file"),
         ([], "expected an input, found none"),
         (["splits"], r"several splits; name one of them: splits/train, splits/test"),
         (["nosuch://a/b.txt"], "nosuch://a/b.txt cannot be opened"),
@@ -119,8 +122,32 @@ def test_what_is_no_input_is_told(
     (tmp_path / "splits").mkdir()
     splits = {"splits": ["train", "test"]}
     (tmp_path / "splits" / "dataset_dict.json").write_text(json.dumps(splits))
+    (tmp_path / "a.csv").touch()
+    (tmp_path / "empty").mkdir()
     with pytest.raises((InputError, UsageError), match=message):
         texts(*inputs)
+
+
+def test_the_folder_of_a_table_is_read(bundle_folder: Path, tmp_path: Path) -> None:
+    """As Spark and pandas write it, columns in the names of folders; pyarrow reads the same."""
+    columns = {
+        "text": ["seven", "eight", "nine", "ten"],
+        "lang": ["de", "a/b=c %", "fr", None],
+        "day": ["x=1", "2", "1", "1"],
+    }
+    table, folder, out = pyarrow.table(columns), tmp_path / "run=5" / "table", tmp_path / "out"
+    pyarrow.parquet.write_to_dataset(table, folder, partition_cols=["lang", "day"])
+    (folder / "_SUCCESS").touch()
+    (folder / ".crc").touch()
+    done("run", bundle_folder, folder, "--column", "text", "-o", out.with_suffix(".parquet"))
+    answered = pyarrow.parquet.read_table(out.with_suffix(".parquet"))
+    expected = pyarrow.dataset.dataset(folder, partitioning="hive").to_table()
+    assert answered.column_names[:3] == ["text", "lang", "day"]
+    for name in columns:
+        found = expected[name].cast(pyarrow.string()).to_pylist()
+        assert sorted(answered[name].to_pylist(), key=str) == sorted(found, key=str)
+    pairs = zip(*(answered[name].to_pylist() for name in columns), strict=True)
+    assert sorted(pairs, key=str) == sorted(zip(*columns.values(), strict=True), key=str)
 
 
 def test_a_dataset_of_hugging_face_is_read(dataset: Path) -> None:
