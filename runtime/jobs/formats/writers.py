@@ -180,10 +180,7 @@ def _own_columns(
         own.pop("vectors", None)
     own.pop("scores", None)
     listed = {"n_best": own.pop("n_best")} if "n_best" in own else {}
-    # Beside vectors in Parquet, texts would only take up space.
-    whole = own.keys() & {"vector", "vectors"}
-    cited = {} if format == "parquet" and whole else columns(source="text")
-    return {**cited, **own, **_ANY_TASK, **(listed if n_best else {})}
+    return {"source": "text", **own, **_ANY_TASK, **(listed if n_best else {})}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -232,7 +232,11 @@ def test_pyarrow_reads_vectors(tmp_path: Path, count: int) -> None:
     in_parts(writer, out, rows, [count // 2])
     table = parquet.read_table(out)
     assert table.schema.field("vector").type == pyarrow.list_(pyarrow.float32(), WIDTH)
-    assert table.column_names == ["id", "vector", "truncated", "error_kind", "error_message"]
+    assert table.column_names == [
+        "id",
+        "source",
+        *("vector", "truncated", "error_kind", "error_message"),
+    ]
     found = table.to_pydict()
     assert found["id"] == list(range(count))
     for row, vector, kind in zip(rows, found["vector"], found["error_kind"], strict=True):
