@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from transferry.runtime.errors import InputError
 from transferry.runtime.io.atomic import durable_file
+from transferry.runtime.io.lines import is_plain
 
 # Bytes between two known places, and of a piece that one process counts; at most so many pieces.
 BLOCK, PIECE, MOST_PIECES = 1 << 20, 1 << 24, 1024
@@ -85,21 +86,23 @@ def index_lines(
     folder: Path | None,
     share: float = 0.0,
     *,
+    encoding: str | None = None,
     block: int = BLOCK,
     piece: int = PIECE,
 ) -> LineIndex | None:
-    """Counts the lines of a file; None if its size is unknown, or reading begins only at its start.
+    """Counts the lines of a file; None if its size is unknown, or it is read from its start only.
 
     Args:
         file: The file.
         folder: Where several processes leave the pieces that they have counted; each counts those
             that are not there. None counts all.
         share: Where to begin, from 0 to 1, so that processes begin with different pieces.
+        encoding: Encoding of its text. Default: UTF-8, or by its byte order mark.
         block: Bytes between two known places.
         piece: Least number of bytes that a process counts at once.
     """
     with file.opened() as opened:
-        if not opened.seekable():
+        if not opened.seekable() or not is_plain(opened, encoding):
             return None
         size = opened.seek(0, io.SEEK_END)
         length = max(piece, -(-size // MOST_PIECES // block) * block)

@@ -141,13 +141,9 @@ def _rest(file: io.BufferedReader) -> Iterator[bytes]:
             return
 
 
-def is_plain(path: Path | str | Stored, encoding: str | None) -> bool:
-    """Whether a file is not packed, and its lines end in the byte of a line feed."""
-    try:
-        with open_stream(path) as file:
-            head = file.peek(10)
-    except OSError as error:
-        raise unreadable(path, error) from error
+def is_plain(file: io.BufferedReader, encoding: str | None) -> bool:
+    """Whether a file at its start is not packed, and its lines end in the byte of a line feed."""
+    head = file.peek(10)
     marked = next((name for mark, name in _MARKS.items() if head.startswith(mark)), "utf-8")
     packed_as = any(re.match(start, head) for start in PACKED.values())
     return not packed_as and "\n".encode(encoding or marked) == b"\n"

@@ -216,7 +216,7 @@ class TestVerifyAgainst:
             "later step": 24 * 5 + selected + 1,  # the last walks
             "text": 9 + 1,  # the last is of scores
         }
-        settings = {"provider": "cpu", "against": "the run", "torch": torch.__version__}
+        settings = {"provider": "cpu", "against": "the checkpoint", "torch": torch.__version__}
         assert settings.items() <= record["settings"].items()
 
     def test_on_demand_it_asks_other_runtimes_and_plants_faults(

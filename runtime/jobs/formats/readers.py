@@ -22,7 +22,6 @@ from transferry.runtime.io.lines import (
     PACKED,
     LongLine,
     encoding_of_lines,
-    is_plain,
     read_raw_lines,
 )
 from transferry.runtime.io.whole import unreadable
@@ -193,10 +192,11 @@ class _LineReader(RowReader):
 
     def index(self, folder: Path | None = None, share: float = 0.0, **sizes: int) -> None:
         """Counts lines, unless the file is packed or rows may have several."""
-        if self._index is not None or not self._can_seek():
+        if self._index is not None or str(self.file) == "-":
             return
         try:
-            found = index_lines(self._steady, folder, share, **sizes)
+            encoding = self._dialect.encoding
+            found = index_lines(self._steady, folder, share, encoding=encoding, **sizes)
         except OSError as error:
             raise unreadable(self.file, error) from error
         if found is not None and not (found.quotes and self._quotes):
@@ -206,10 +206,6 @@ class _LineReader(RowReader):
     def outline(self) -> list[Any]:
         """Returns facts that differ between inputs."""
         return [*super().outline(), *([self._index.outline()] if self._index else [])]
-
-    def _can_seek(self) -> bool:
-        standard_input = str(self.file) == "-"
-        return not standard_input and is_plain(self._steady, self._dialect.encoding)
 
     def rows(self, first: int = 0, last: int | None = None) -> Iterator[InputRow]:
         start, begun = 0, 0
