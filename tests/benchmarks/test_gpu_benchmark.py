@@ -43,6 +43,7 @@ def test_answers_and_nodes(setup: Setup) -> None:
         assert graphs["encoder"]["of"] > 0
 
 
+@pytest.mark.thorough
 def test_every_side_gives_all_tokens(setup: Setup) -> None:
     cells = run_stage(setup, "small-speed")
     sides = {"portable": (1, 4), "transformers": (1, 4), "reference": (1,)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import accumulate, chain, islice, takewhile
@@ -43,6 +43,8 @@ _NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
 
 class ColumnarReader(RowReader):
     """Reads columns in batches of a few megabytes, and those that the folders' names hold."""
+
+    _named: Mapping[str, str | None] = {}
 
     def __init__(self, path: Source, format: InputFormat, schema: Any, column: str | None) -> None:
         self.file = path

@@ -195,7 +195,10 @@ def test_weights_of_half_precision_are_rounded_further(
 
 @pytest.fixture(
     scope="module",
-    params=["cpu-fp32", "cpu-int8", pytest.param("cpu-int4", marks=pytest.mark.thorough)],
+    params=[
+        "cpu-int8",
+        *(pytest.param(each, marks=pytest.mark.thorough) for each in ("cpu-fp32", "cpu-int4")),
+    ],
 )
 def variant_gate(
     request: pytest.FixtureRequest, calm: Checkpoint, texts: list[str], all_variants: Bundle
