@@ -68,6 +68,7 @@ OPTIONAL_TESTS = PATH="$(CURDIR)/.venv-all/bin:$$PATH" OPTIONAL=required OMP_NUM
 
 test-all: .venv-all/.ready .venv-optimum/.ready $(PACKAGES) chromium
 	$(OPTIONAL_TESTS) .venv-all/bin/python -m pytest -n auto --dist loadfile --max-worker-restart 0 -m "(optional or thorough) and not optimum" $$(grep -rlE --include='*.py' 'mark\.(optional|thorough)' tests)
+	$(OPTIONAL_TESTS) .venv-all/bin/python -m pytest tests/export/test_conformance.py tests/export/test_recurrent.py -k 'cuda-fp16-recurrent or says_what'
 	$(OPTIONAL_TESTS) .venv-optimum/bin/python -m pytest -m optimum tests/export/subject/test_optimum.py
 
 fuzz: setup
