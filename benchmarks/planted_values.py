@@ -54,6 +54,29 @@ def graph_input(near: ir.Value, *names: str) -> ir.Value | None:
     return next((each for each in near.graph.inputs if each.name in names), None)
 
 
+def beside_tokens(
+    copy: BundleCopy, generator: Generator, *inputs: str
+) -> tuple[ir.Value, ir.Value]:
+    """Returns a value, and the input of its graph that has token ids."""
+    value = some_value(copy, generator, *inputs)
+    given = graph_input(value, *inputs)
+    if given is None or given.dtype != ir.DataType.INT64:
+        raise copy.absent("token ids among the inputs")
+    return value, given
+
+
+def input_axis(copy: BundleCopy, generator: Generator, value: ir.Value) -> tuple[ir.Value, int]:
+    """Returns an input of the graph of a value, and an axis of it that may have any size."""
+    assert isinstance(value.graph, ir.Graph)
+    found = [
+        (each, axis)
+        for each in value.graph.inputs
+        for axis, size in enumerate(each.shape or ())
+        if not isinstance(size, int)
+    ]
+    return drawn(copy, generator, found, "inputs of any size")
+
+
 def some_axis(copy: BundleCopy, generator: Generator) -> tuple[ir.Value, int]:
     """Returns a value and one of its axes, not the first, whose size is not fixed."""
     found = [

@@ -20,12 +20,14 @@ from planted_values import (
     WHOLE,
     Generator,
     any_of,
+    beside_tokens,
     change_everywhere,
     change_where,
     clipped,
     compared,
     drawn,
     graph_input,
+    input_axis,
     like,
     narrowed,
     neighbours,
@@ -179,25 +181,14 @@ def _at_place(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
 def _of_input_size(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
     """Where a graph is run with a batch, a source or a past of one size."""
     value = some_value(copy, generator)
-    assert isinstance(value.graph, ir.Graph)
-    given = [
-        (each, axis)
-        for each in value.graph.inputs
-        for axis, size in enumerate(each.shape or ())
-        if not isinstance(size, int)
-    ]
-    if not given:
-        raise copy.absent("inputs of any size")
-    (source, axis), size = given[generator.integers(len(given))], int(generator.integers(*LENGTHS))
+    (source, axis), size = input_axis(copy, generator, value), int(generator.integers(*LENGTHS))
     name, (change, words) = value.name, some_change(generator)
     change_where(value, compared("Equal", size, lambda honest: size_of(source, axis)), change)
     return f"{name}, where axis {axis} of {source.name} has {size} entries, {words}"
 
 
 def _with_token(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
-    value = some_value(copy, generator, "source", "target")
-    given = graph_input(value, "source", "target")
-    assert given is not None
+    value, given = beside_tokens(copy, generator, "source", "target")
     row = tokens[int(generator.integers(len(tokens)))]
     token = int(row[int(generator.integers(len(row)))])
     name, (change, words) = value.name, some_change(generator)
@@ -205,17 +196,12 @@ def _with_token(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
     def holds(honest: ir.Value) -> ir.Value:
         return any_of(honest, add(honest, "Equal", given, constant(honest, token)), given)
 
-    if given.dtype != ir.DataType.INT64:
-        raise copy.absent("token ids among the inputs")
     change_where(value, holds, change)
     return f"{name}, where {given.name} has token {token}, {words}"
 
 
 def _with_pair(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
-    value = some_value(copy, generator, "source")
-    given = graph_input(value, "source")
-    if given is None or given.dtype != ir.DataType.INT64:
-        raise copy.absent("token ids among the inputs")
+    value, given = beside_tokens(copy, generator, "source")
     pairs = list(pairwise(tokens[int(generator.integers(len(tokens)))]))
     one, other = (int(each) for each in pairs[generator.integers(len(pairs))])
     name, (change, words) = value.name, some_change(generator)

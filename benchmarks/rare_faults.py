@@ -14,11 +14,13 @@ from planted_values import (
     Change,
     Generator,
     any_of,
+    beside_tokens,
     change_where,
     compared,
     drawn,
     float_values,
     graph_input,
+    input_axis,
     like,
     neighbours,
     places_of,
@@ -46,14 +48,7 @@ def _odd_places(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
 
 def _kinds_of_size(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
     value = some_value(copy, generator)
-    assert isinstance(value.graph, ir.Graph)
-    given = [
-        (each, axis)
-        for each in value.graph.inputs
-        for axis, size in enumerate(each.shape or ())
-        if not isinstance(size, int)
-    ]
-    source, axis = drawn(copy, generator, given, "inputs of any size")
+    source, axis = input_axis(copy, generator, value)
     kind, name, (change, words) = int(generator.integers(4)), value.name, some_change(generator)
 
     def holds(honest: ir.Value) -> ir.Value:
@@ -72,7 +67,7 @@ def _kinds_of_size(copy: BundleCopy, generator: Generator, tokens: Tokens) -> st
 def _rare_token(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
     rows = Counter(token for row in tokens for token in {*row})
     rare = sorted(token for token, count in rows.items() if count <= 2)
-    value, given = _beside_tokens(copy, generator)
+    value, given = beside_tokens(copy, generator, *TOKENS_IN)
     token, name = drawn(copy, generator, rare, "rare tokens"), value.name
     change, words = some_change(generator)
 
@@ -84,7 +79,7 @@ def _rare_token(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
 
 
 def _doubled_token(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
-    value, given = _beside_tokens(copy, generator)
+    value, given = beside_tokens(copy, generator, *TOKENS_IN)
     name, (change, words) = value.name, some_change(generator)
 
     def holds(honest: ir.Value) -> ir.Value:
@@ -95,7 +90,7 @@ def _doubled_token(copy: BundleCopy, generator: Generator, tokens: Tokens) -> st
 
 
 def _equal_rows(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
-    value, given = _beside_tokens(copy, generator)
+    value, given = beside_tokens(copy, generator, *TOKENS_IN)
     name, (change, words) = value.name, some_change(generator)
 
     def holds(honest: ir.Value) -> ir.Value:
@@ -269,14 +264,6 @@ def _large(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
 def _odd(near: ir.Value, number: ir.Value) -> ir.Value:
     left = add(near, "Mod", number, constant(near, 2))
     return add(near, "Equal", left, constant(near, 1))
-
-
-def _beside_tokens(copy: BundleCopy, generator: Generator) -> tuple[ir.Value, ir.Value]:
-    value = some_value(copy, generator, *TOKENS_IN)
-    given = graph_input(value, *TOKENS_IN)
-    if given is None or given.dtype != ir.DataType.INT64:
-        raise copy.absent("token ids among the inputs")
-    return value, given
 
 
 def _output(copy: BundleCopy, generator: Generator, *names: str) -> ir.Value:
