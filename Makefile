@@ -4,7 +4,7 @@
 #              Google Cloud Storage, Node and Chromium, which it installs; 10 minutes
 # make fuzz    the tests of tests/fuzz with EXAMPLES=2500 each: malformed files, options, signals
 # make demo    trains a tiny model on the built-in corpus, exports, verifies and runs it
-# make docs    writes the generated pages of docs/ and builds the site into build/site
+# make docs    writes the generated tables of docs/ and js/, and builds the site into build/site
 # make sessions  runs the console blocks of docs/, writes what they print, and takes
 #              pictures of reports with Chromium; 6 minutes on a quiet machine
 # make js      installs onnxruntime and bundlers below js/ and runs the tests there

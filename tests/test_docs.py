@@ -16,7 +16,8 @@ from transferry.cli import main
 from transferry.runtime.console import shared_options
 
 CHECKOUT = Path(__file__).resolve().parent.parent
-DOCUMENTS = [CHECKOUT / "README.md", *sorted((CHECKOUT / "docs").rglob("*.md"))]
+GENERATED = CHECKOUT / "docs" / "cli.md"  # by `make docs`, for the site
+DOCUMENTS = [CHECKOUT / "README.md", *sorted({*(CHECKOUT / "docs").rglob("*.md")} - {GENERATED})]
 # A link or a picture: ![...](...), with the part after #.
 LINK = re.compile(r"\]\(<?([^)#>\s]*)(?:#([^)>\s]*))?[^)]*\)")
 
@@ -158,24 +159,28 @@ def test_every_relative_link_leads_somewhere(path: Path) -> None:
 
 def test_pages_are_short() -> None:
     """Readers look references up and read other pages whole."""
-    references = {"bundle", "cli", "design", "errors", "formats", "import", "parity", "performance"}
+    references = {"bundle", "design", "errors", "formats", "import", "parity", "performance"}
     references |= {"portability", "variants"}
     words = {path.stem: len(path.read_text("utf-8").split()) for path in DOCUMENTS[1:]}
     assert [name for name, count in words.items() if count > 1500 and name not in references] == []
-    assert sum(words.values()) <= 45_500, "shorten the pages that you touched"
+    assert sum(words.values()) <= 41_000, "shorten the pages that you touched"
 
 
 def test_the_site_has_every_page_once() -> None:
     lines = (CHECKOUT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
     listed = re.findall(r"^ *- (?:[^#\n]*: )?(\S+\.md)$", lines, re.M)
-    pages = [path.relative_to(CHECKOUT / "docs").as_posix() for path in DOCUMENTS[1:]]
+    pages = [path.relative_to(CHECKOUT / "docs").as_posix() for path in [*DOCUMENTS[1:], GENERATED]]
     assert sorted(listed) == sorted(pages), "list the page under nav in mkdocs.yml"
 
 
-def test_the_page_of_the_command_line_is_what_help_prints() -> None:
-    made = runpy.run_path(str(CHECKOUT / "docs" / "make_cli_page.py"))["page"]()
-    page = (CHECKOUT / "docs" / "cli.md").read_text(encoding="utf-8")
-    assert page == made, "run `make docs`"
+def test_the_page_of_the_command_line_has_every_option() -> None:
+    page = runpy.run_path(str(CHECKOUT / "docs" / "make_cli_page.py"))["page"]()
+    sections = dict(re.findall(r"^## transferry (\w+)$(.*?)(?=^## |\Z)", page, re.S | re.M))
+    assert list(sections) == list(main.commands)
+    for name, command in main.commands.items():
+        options = [each for each in command.params if isinstance(each, click.Option)]
+        shown = [option.opts[-1] for option in options if not option.hidden]
+        assert [option for option in shown if option not in sections[name]] == [], name
 
 
 def test_the_tables_of_model_types_are_what_the_import_knows() -> None:
