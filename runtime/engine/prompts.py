@@ -84,9 +84,15 @@ def _checked_ids(ids: list[Any], size: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Parts:
-    """The inputs of a row that has several."""
+    """The inputs of a row that has several.
+
+    Attributes:
+        inputs: The inputs, in order.
+        cells: Whether they are cells of a table: an empty one among others is no error.
+    """
 
     inputs: tuple[Any, ...]
+    cells: bool = False
 
 
 def deciding_part(given: Any, options: GenerationOptions | None) -> Any:

@@ -122,6 +122,31 @@ class RowResult(ABC):
 
 
 @dataclass(frozen=True)
+class Blank(RowResult):
+    """Result of an empty cell: no answer, and no error.
+
+    Attributes:
+        answer: Name of the answer's column.
+    """
+
+    answer: str = ""
+
+    def _answer(self, n_best: int) -> dict[str, Any]:
+        return {self.answer: None}
+
+
+def with_blanks(parts: Sequence[RowResult], answer: str) -> Sequence[RowResult]:
+    """Returns results of cells without the errors of empty ones; all empty, they are errors."""
+    empty = [part.error is not None and part.error.kind == "empty" for part in parts]
+    if all(empty):
+        return parts
+    return [
+        Blank(part.source, 0, answer=answer) if is_empty else part
+        for part, is_empty in zip(parts, empty, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
 class PartsResult(RowResult):
     """Results of a row with several inputs.
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.engine.engine import Engine
-from transferry.runtime.engine.result import PartsResult, RowResult
+from transferry.runtime.engine.result import Blank, PartsResult, RowResult
 from transferry.runtime.engine.tasks.task import Bounds, Difference, Task
 from transferry.runtime.errors import ParityError
 from transferry.runtime.ort.open_model import open_model
@@ -110,7 +110,7 @@ class Canary:
             return difference, max(ties for _, ties in found)
         if (row.error and row.error.kind) != (again.error and again.error.kind):
             return f"{row.error or 'an answer'}, but {again.error or 'an answer'}", 0
-        if row.error is not None:
+        if row.error is not None or isinstance(row, Blank):
             return "", 0
         return self.task.same_row(row, again, self.bounds, given, place)
 

@@ -35,7 +35,7 @@ from transferry.runtime.jobs.summary import Tally
 from transferry.runtime.stopping import at_stop, held
 
 # Version of job folders, fingerprints and written bytes; format 1 had no such key.
-JOB_FORMAT = 3
+JOB_FORMAT = 4
 JOB, JOURNAL, LOCK = "job.json", "journal.jsonl", "lock"
 # Seconds to wait for a lock whose owner is just removing the folder.
 LOCK_SECONDS = 0.2

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 from transferry.runtime.engine.preprocess import LongRows
 from transferry.runtime.engine.prompts import Parts
-from transferry.runtime.engine.result import PartsResult
+from transferry.runtime.engine.result import PartsResult, with_blanks
 from transferry.runtime.settings import Count
 
 if TYPE_CHECKING:
@@ -203,7 +203,9 @@ class Task(ABC):
 
     def whole(self, row: Any) -> Any:
         """Returns a row as the engine takes it: of several columns, each is an input."""
-        return Parts(tuple(map(self.given, row.singles))) if row.others else self.given(row)
+        if not row.others:
+            return self.given(row)
+        return Parts(tuple(map(self.given, row.singles)), cells=True)
 
     def key(self, given: Any) -> Any:
         """Returns the part of a row of `given` that decides its answer; None if its number does."""
@@ -217,18 +219,21 @@ class Task(ABC):
 
     def answers(self, engine: Any, rows: Iterator[Any], first: int) -> Iterator[Any]:
         """Yields the result of each row as `run` does; the rows may be `Parts`."""
-        counts: deque[int] = deque()  # of the inputs of each row; 0 where it is no Parts
+        waiting: deque[Any] = deque()
 
         def inputs() -> Iterator[Any]:
             for row in rows:
-                several = row.inputs if isinstance(row, Parts) else ()
-                counts.append(len(several))
-                yield from several or (row,)
+                waiting.append(row)
+                yield from row.inputs if isinstance(row, Parts) else (row,)
 
         with contextlib.closing(self.run(engine, inputs(), first)) as found:  # type: ignore[type-var]
             for one in found:
-                count = counts.popleft()
-                yield PartsResult.of([one, *islice(found, count - 1)]) if count else one
+                row = waiting.popleft()
+                if not isinstance(row, Parts):
+                    yield one
+                    continue
+                parts = [one, *islice(found, len(row.inputs) - 1)]
+                yield PartsResult.of(with_blanks(parts, self.answer) if row.cells else parts)
 
     def same(self, row: Any, again: Any, bounds: Bounds) -> Difference:
         """Compares results of the job and of the reference; both are answers."""

@@ -205,6 +205,8 @@ class RowReader(ABC):
         if column not in fields:
             return RowError("no-text", f"there is no field {column}")
         text = fields.pop(column)
+        if text is None and self.layout.others:
+            return ""  # an empty cell beside others; see `with_blanks`
         if isinstance(text, list if self.lists else str):
             return to_json(text) if self.lists else str(text)
         expected, found = ("a list", to_json(text)) if self.lists else ("text", as_text(text))

@@ -228,7 +228,7 @@ def test_a_folder_of_another_version_is_refused(tmp_path: Path) -> None:
     now = json.loads((folder / "job.json").read_bytes())
     (folder / "chunks").rename(folder / "shards")
     (folder / "job.json").write_text('{"shard_rows": 3}')
-    with pytest.raises(InputError, match="expected job format 3, found 1"):
+    with pytest.raises(InputError, match="expected job format 4, found 1"):
         ChunkFolder(folder).begin(now, force=False)
     ChunkFolder(folder).begin(now, force=True)
     assert names(folder) - {"lock"} == {"chunks", "job.json", "journal.jsonl"}

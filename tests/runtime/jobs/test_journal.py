@@ -14,7 +14,15 @@ import pytest
 
 from tests.runtime.jobs.helpers import names
 from transferry.runtime.errors import InputError, UsageError
-from transferry.runtime.jobs.journal import JOB, JOURNAL, LOCK, Chunk, Journal, differences
+from transferry.runtime.jobs.journal import (
+    JOB,
+    JOB_FORMAT,
+    JOURNAL,
+    LOCK,
+    Chunk,
+    Journal,
+    differences,
+)
 from transferry.runtime.jobs.summary import Tally
 
 FINGERPRINT = {"task": "generate", "beam": 4, "prefix": [1, 2]}
@@ -116,7 +124,7 @@ def test_another_job_is_refused_by_name(folder: Path) -> None:
         assert names(folder) == {JOB, JOURNAL, LOCK}
 
 
-@pytest.mark.parametrize("form", [None, 4])
+@pytest.mark.parametrize("form", [None, 3, 5])
 def test_a_folder_of_another_version_is_refused(folder: Path, form: int | None) -> None:
     """Not even its journal is touched, since its lines may have another form."""
     fingerprint = FINGERPRINT if form is None else FINGERPRINT | {"job_format": form}
@@ -124,15 +132,15 @@ def test_a_folder_of_another_version_is_refused(folder: Path, form: int | None) 
     with (folder / JOURNAL).open("ab") as file:
         file.write(b"17\n")
     before = {path: path.read_bytes() for path in folder.iterdir()}
-    now = FINGERPRINT | {"job_format": 3}
-    expected = f"another version of transferry: expected job format 3, found {form or 1}. Finish it"
+    now = FINGERPRINT | {"job_format": JOB_FORMAT}
+    expected = f"another version of transferry: expected job format {JOB_FORMAT}, found {form or 1}"
     with Journal.locked(folder) as journal, pytest.raises(InputError, match=expected):
         journal.begin(now, force=False)
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
     with begun(folder, now, force=True):
         assert names(folder) == {JOB, JOURNAL, LOCK}
     assert differences(fingerprint, now) == [
-        f"job format was {form or 1}, is 3 in this version of transferry"
+        f"job format was {form or 1}, is {JOB_FORMAT} in this version of transferry"
     ]
 
 

@@ -81,7 +81,7 @@ def test_a_partition_is_resumed(source: Path, tmp_path: Path) -> None:
         ("other beam", InputError, "are not of the same job: beam was 1, is 2"),
         ("other input", InputError, "are not of the same job: input_sha256 was .*, is "),
         ("other number", InputError, "are not of the same job: partitions was 3, is 4"),
-        ("other version", InputError, "2of3.jsonl was written by .*: expected job format 3, found"),
+        ("other version", InputError, "2of3.jsonl was written by .*: expected job format 4, found"),
         ("changed", InputError, r"2of3.jsonl has changed .*, or run --partition 2/3 again"),
         ("no summary", InputError, r"2of3.jsonl has no 2of3.jsonl.summary.json beside it"),
         ("no partition", InputError, "whole.jsonl is not a partition: its job ran without --part"),
@@ -113,7 +113,7 @@ def test_what_is_not_one_job_is_refused(
         for suffix in ("", ".summary.json"):
             shutil.copy(f"{parts[0]}{suffix}", f"{parts[-1]}{suffix}")
     elif fault == "other version":
-        summary.write_text(summary.read_text().replace('"job_format": 3,', ""))
+        summary.write_text(summary.read_text().replace('"job_format": 4,', ""))
     elif fault == "changed":
         parts[1].write_bytes(parts[1].read_bytes()[:-1])
     elif fault == "no summary":
