@@ -95,7 +95,7 @@ $(PACKAGES): js/package.json
 docs: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) --editable ".[docs]"
 	$(BIN)/python docs/make_cli_page.py
-	$(BIN)/python docs/make_import_table.py
+	$(BIN)/python docs/make_tables.py
 	$(BIN)/python docs/make_js_schema.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
 	@echo "build/site/index.html"

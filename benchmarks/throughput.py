@@ -7,15 +7,17 @@
 On the CPU, text in and text out on both sides, with the same tokenizer, search and sentences. The
 CTranslate2 model is converted from CHECKPOINT, whose export is BUNDLE. For each variant and beam:
 the answers are compared; batch size and threads of each side are tuned; rounds are interleaved.
-`--batches` adds rows for so many
-sentences per batch, the same on both sides, with only the threads tuned: for those who wait for an
-answer. `ratio` is the engine's tokens per second over CTranslate2's, by median time. The last line
-is JSON. `--quick` takes about two minutes for a variant and beam size of preset small.
+`--batches` adds rows for so many sentences per batch, the same on both sides, with only the threads
+tuned: for those who wait for an answer. `ratio` is the engine's tokens per second over
+CTranslate2's, by median time. The last line is JSON, for throughput.jsonl, from which `make docs`
+makes the tables of the pages. `--quick` takes about two minutes for a variant and beam size of
+preset small.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -251,6 +253,8 @@ def main() -> None:
     print(f"\n{report(cells)}\n")
     record = json.dumps(
         {
+            "name": arguments.bundle.name,
+            "date": datetime.date.today().isoformat(),
             "ratio": {cell_name(cell): cell["ratio"]["engine"] for cell in cells},
             "cells": cells,
             "rows": len(comparison.texts),

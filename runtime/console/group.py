@@ -289,10 +289,14 @@ class Commands(click.Group):
         except ModuleNotFoundError as error:
             if str(error.name).partition(".")[0] == "transferry":
                 raise
-            message = f"{context.invoked_subcommand} needs {error.name}, which is not installed"
+            needs = str(context.invoked_subcommand)
             # A page needs no torch, so it can be made on a host that serves.
-            extra = "report" if error.name in ("jinja2", "matplotlib") else "export"
-            raise Failure(f"{message}; {install_command(extra)}", UsageError.exit_code) from error
+            page = error.name in ("jinja2", "matplotlib")
+            if needs == "verify":
+                needs = "verify --report" if page else "verify --checkpoint"
+            message = f"{needs} needs {error.name}, which is not installed"
+            extra = install_command("report" if page else "export")
+            raise Failure(f"{message}; {extra}", UsageError.exit_code) from error
         except (MemoryError, ImportError, RuntimeError) as error:
             if (told := out_of_memory(error)) is None:
                 raise

@@ -158,7 +158,8 @@ def test_a_host_without_torch_says_what_to_install(
     arguments = command.format(run=run_folder, bundle=bundle_folder).split()
     done = run_without(("torch",), arguments)
     assert (done.returncode, done.stdout) == (2, "")
-    needed = f"Error: {arguments[0]} needs torch, which is not installed; "
+    told = " --checkpoint" if arguments[0] == "verify" else ""
+    needed = f"Error: {arguments[0]}{told} needs torch, which is not installed; "
     assert done.stderr == needed + f"{install_command('export')}\n"
 
 

@@ -214,7 +214,7 @@ class Certificate(Verified):
             "sha256": self.sha256(),
             "signature": self.signature(),
             "manifest": self.manifest,
-            "run": self.run,
+            "checkpoint": self.run,
         }
 
     def changed(self, bundle: Bundle) -> str:
