@@ -85,7 +85,10 @@ def edit(copy: BundleCopy, weight: str, change: Change) -> None:
 
 @pytest.mark.parametrize(
     ("name", "first"),
-    [("portable", 63), pytest.param("cpu-fp32", 64, marks=THOROUGH), ("cpu-fp32", 255)],
+    [
+        *(pytest.param(*each, marks=THOROUGH) for each in (("portable", 63), ("cpu-fp32", 64))),
+        ("cpu-fp32", 255),
+    ],
 )
 def test_rows_of_the_largest_batch_are_verified(
     calm: Checkpoint,
