@@ -119,6 +119,7 @@ def replace_folder(folder: Path, out: Path) -> None:
         folder.rename(out)
         return
     old = folder.with_suffix(".old")
+    shutil.rmtree(old, ignore_errors=True)  # of a process killed once `out` was in place
 
     def finish() -> None:
         if out.exists():

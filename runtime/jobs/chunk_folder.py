@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import shutil
-from array import array
-from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from itertools import groupby
 from pathlib import Path
-from typing import overload
+from types import MappingProxyType
+from typing import BinaryIO
 
-from transferry.runtime.io.atomic import TEMPORARY
-from transferry.runtime.io.whole import read_bytes
+from transferry.runtime.errors import InputError
+from transferry.runtime.io.atomic import TEMPORARY, durable_file
 from transferry.runtime.jobs.formats.writers import ENDINGS
-from transferry.runtime.jobs.journal import CHUNKS, JOB, JOURNAL, Chunk, Fingerprint, Journal
+from transferry.runtime.jobs.journal import (
+    CHUNKS,
+    JOB,
+    Chunks,
+    Fingerprint,
+    Journal,
+    told_lost,
+)
 from transferry.runtime.jobs.output_files import LINES
 
 # Sizes and times of the files of the input.
@@ -29,62 +34,16 @@ def ending_of(fingerprint: Fingerprint) -> str:
     return f"{ENDINGS.get(format, format)}{fingerprint.get('compression', '')}"
 
 
-class ChunkLines(Sequence[Chunk]):
-    """Finished chunks in the order of their rows, read from the journal: 16 bytes of memory each.
-
-    Attributes:
-        rows: Number of their rows.
-    """
-
-    def __init__(self, path: Path) -> None:
-        """Begins without chunks; `path` is the journal."""
-        self._path, self.rows = path, 0
-        self._firsts, self._places = array("q"), array("q")
-
-    def __len__(self) -> int:
-        return len(self._firsts)
-
-    def __iter__(self) -> Iterator[Chunk]:
-        if self._places:
-            with self._path.open("rb") as file:
-                for place in self._places:
-                    file.seek(place)
-                    yield Chunk.parse(file.readline())
-
-    @overload
-    def __getitem__(self, place: int) -> Chunk: ...
-    @overload
-    def __getitem__(self, place: slice) -> list[Chunk]: ...
-    def __getitem__(self, place: int | slice) -> Chunk | list[Chunk]:
-        if isinstance(place, slice):
-            return [self[number] for number in range(*place.indices(len(self)))]
-        with self._path.open("rb") as file:
-            file.seek(self._places[place])
-            return Chunk.parse(file.readline())
-
-    def has(self, first: int) -> bool:
-        """Whether the chunk that begins at a row is finished."""
-        place = bisect_left(self._firsts, first)
-        return place < len(self._firsts) and self._firsts[place] == first
-
-    def add(self, chunk: Chunk, place: int) -> None:
-        """Adds a chunk whose line begins at a byte of the journal."""
-        at = bisect_left(self._firsts, chunk.first)
-        self._firsts.insert(at, chunk.first)
-        self._places.insert(at, place)
-        self.rows += chunk.rows
-
-
 class ChunkFolder(Journal):
     """The folder of a job whose chunks several processes finish, in any order.
 
-    OUT.job/job.json                    fingerprint
-    OUT.job/input.json                  sizes and times of the input's files
-    OUT.job/journal.jsonl               one line per finished chunk, in the order of time
-    OUT.job/chunks/000000016384.jsonl   output from that row on; the folder becomes OUT
-    OUT.job/lock                        locked while a job distributes chunks
+    OUT.job/job.json                           fingerprint
+    OUT.job/input.json                         sizes and times of the input's files
+    OUT.job/journal.jsonl                      one line per finished chunk, in the order of time
+    OUT.job/chunks/000000/000000016384.jsonl   output from that row on
+    OUT.job/lock                               locked while a job distributes chunks
 
-    One process writes the journal, others the chunks.
+    One process writes the journal, others the chunks. The folder of the chunks becomes OUT.
     """
 
     # Format 1 had another name for the folder of chunks; before the journal, each chunk had a note.
@@ -93,23 +52,58 @@ class ChunkFolder(Journal):
         rf"|\{LINES}|{TEMPORARY}"
     )
 
-    def __init__(self, folder: Path) -> None:
-        """Reads nothing yet."""
+    def __init__(self, folder: Path, fingerprint: Fingerprint = MappingProxyType({})) -> None:
+        """Reads nothing yet; the fingerprint is that of the job, where it has begun."""
         super().__init__(folder)
-        self.outputs, self.ending = folder / CHUNKS, ""
+        self.outputs = folder / CHUNKS
+        self._name(fingerprint)
 
-    @property
-    def rows(self) -> int:
-        """Number of rows in finished chunks."""
-        return self.chunks.rows if isinstance(self.chunks, ChunkLines) else 0
+    def _name(self, fingerprint: Fingerprint) -> None:
+        """Takes what decides the names of files from a fingerprint."""
+        self._ending, (self._start, _) = ending_of(fingerprint), fingerprint.get("rows", (0, 0))
+        self._shard_rows = self.shard * fingerprint.get("chunk_rows", 1)
 
     def path(self, first: int) -> Path:
         """Returns the file of the chunk that begins at a row."""
-        return self.outputs / f"{first:012d}.{self.ending}"
+        shard = (first - self._start) // self._shard_rows
+        return self.outputs / f"{shard:06d}" / f"{first:012d}.{self._ending}"
+
+    def opened(self, first: int) -> AbstractContextManager[BinaryIO]:
+        """Opens the file of a chunk, which is on the disk when the `with` ends.
+
+        A worker that was given up may still be writing, so each has a file of its own.
+        """
+        path = self.path(first)
+        path.parent.mkdir(exist_ok=True)
+        return durable_file(path, self.folder)
+
+    @property
+    def files(self) -> Iterator[Path]:
+        """The files of the finished chunks, in order; one without rows has none."""
+        return (self.path(chunk.first) for chunk in self.chunks if chunk.sha256)
+
+    @property
+    def shards(self) -> list[Path]:
+        """The folders of files, in order."""
+        return sorted(path for path in self.outputs.iterdir() if path.suffix != ".old")
+
+    def require_all(self) -> None:
+        """Raises InputError unless the files are those of the chunks; removes others."""
+        shards = set(self.shards)
+        for folder, paths in groupby(self.files, lambda path: path.parent):
+            expected = {path.name for path in paths}
+            found = {path.name for path in folder.iterdir()} if folder in shards else set()
+            if expected - found:
+                raise InputError(f"{folder} has fewer files than were written. Run the job again")
+            for name in found - expected:  # of a run whose chunks were fewer
+                (folder / name).unlink()
+            shards.remove(folder)
+        for folder in shards:
+            shutil.rmtree(folder)
 
     def begin(self, fingerprint: Fingerprint, *, force: bool) -> str:
         """Resumes the job if it was interrupted, or starts it."""
-        self.ending = ending_of(fingerprint)
+        self._name(fingerprint)
         note = super().begin(fingerprint, force=force)
         self.outputs.mkdir(exist_ok=True)
         for path in self.folder.iterdir():
@@ -117,50 +111,16 @@ class ChunkFolder(Journal):
                 path.unlink()
         return note
 
-    def extend(self, chunks: Iterable[Chunk]) -> None:
-        """Marks chunks as finished, whose files others have written."""
-        with (self.folder / JOURNAL).open("ab") as file:
-            for chunk in chunks:
-                self.chunks.add(chunk, file.tell())
-                file.write(f"{json.dumps(asdict(chunk))}\n".encode())
-            file.flush()
-            os.fsync(file.fileno())
-
     def clear(self) -> None:
         """Removes everything but the lock, the fingerprint first."""
         (self.folder / JOB).unlink(missing_ok=True)
         super().clear()
-        self.chunks = ChunkLines(self.folder / JOURNAL)
 
     def read(self) -> str:
         """Reads the finished chunks; returns a note on those that are damaged, or ""."""
-        self._take_notes()
-        self.chunks, end = ChunkLines(self.folder / JOURNAL), 0
-        places = dict[int, tuple[Chunk, int]]()
-        with (self.folder / JOURNAL).open("r+b") as file:
-            for line in file:
-                try:
-                    chunk = Chunk.parse(line)
-                except ValueError:  # a torn line
-                    break
-                # Of a chunk that was computed again the last line counts.
-                places[chunk.first] = chunk, end
-                end += len(line)
-            file.truncate(end)
-        for chunk, place in places.values():
-            if not chunk.sha256 or chunk.looks_intact(self.path(chunk.first)):
-                self.chunks.add(chunk, place)
-        if lost := len(places) - len(self.chunks):
-            return f"{lost} finished chunks are damaged or gone and will be computed again"
-        return ""
-
-    def _take_notes(self) -> None:
-        """Moves the notes of an earlier version, one file a chunk, into the journal."""
-        if not (notes := self.folder / "notes").is_dir():
-            return
-        with (self.folder / JOURNAL).open("ab") as file:
-            for note in sorted(notes.glob("*.json")):
-                file.write(read_bytes(note))
-            file.flush()
-            os.fsync(file.fileno())
-        shutil.rmtree(notes)
+        found = Chunks(self.journal)
+        found.load()
+        self.chunks = found.keep(
+            lambda chunk: not chunk.sha256 or chunk.looks_intact(self.path(chunk.first))
+        )
+        return told_lost(len(found) - len(self.chunks))

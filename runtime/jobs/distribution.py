@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import socket
 import time
@@ -20,7 +19,7 @@ from transferry.runtime.engine.engine import Engine
 from transferry.runtime.errors import InputError, TransferryError, UsageError
 from transferry.runtime.io.atomic import durable_file, sync_folder
 from transferry.runtime.io.folders import replace_folder
-from transferry.runtime.jobs.chunk_folder import INPUT, ChunkFolder, ending_of
+from transferry.runtime.jobs.chunk_folder import INPUT, ChunkFolder
 from transferry.runtime.jobs.formats.rows import InputRow, hash_rows
 from transferry.runtime.jobs.formats.sources import Inputs, Steady
 from transferry.runtime.jobs.job import Job, Runner
@@ -285,14 +284,16 @@ class ChunkRunner(Runner):
             Distribution(job, folder, crew, summary, watch).run(add)
         for file in steady_files(job):
             file.require_same()
-        require_all(folder)
+        folder.require_all()
         # In order: the sums do not depend on which chunk was finished first.
         summary.recount(folder.chunks)
 
     def publish(self, job: Job, journal: Journal, describe: Callable[[str], None]) -> None:
         """Gives the folder of chunks the output's name, last of all."""
         describe(hash_of_hashes(chunk.sha256 for chunk in journal.chunks if chunk.sha256))
-        replace_folder(cast(ChunkFolder, journal).outputs, job.output)
+        folder = cast(ChunkFolder, journal)
+        whole = folder.shards if len(folder.shards) == 1 else [folder.outputs]
+        replace_folder(whole[0], job.output)
         sync_folder(job.output.parent)
 
 
@@ -393,19 +394,17 @@ def compute_chunk(
         watch: Called with the counts of the chunk.
         start: Number of the job's first row, whose chunk always has a file.
     """
-    folder, runner, summary = ChunkFolder(job.folder), cast(WorkerRunner, job.runner), Summary()
-    folder.ending = ending_of(job.fingerprint)
-    path = folder.path(first)
+    folder, summary = ChunkFolder(job.folder, job.fingerprint | {"rows": (start, None)}), Summary()
+    runner = cast(WorkerRunner, job.runner)
     head = [*islice(rows, 1)]
     if not head and first > start:
         return Chunk(first=first, source_sha256=hash_rows(())[1], session=runner.session)
-    # A worker that Ray has given up may still be writing, so each has a file of its own.
     with (
-        durable_file(path, folder.folder) as file,
+        folder.opened(first) as file,
         job.counting(summary, summary.add, watch) as count,
     ):
         chunk = job.write(job.results(chain(head, rows), first), file, first, count)
-    chunk.seal(path)
+    chunk.seal(folder.path(first))
     # Of the time that passes while all workers compute.
     chunk.seconds /= runner.workers
     chunk.session = runner.session
@@ -448,14 +447,3 @@ def require_unchanged(job: Job, folder: ChunkFolder) -> None:
             job.require_unchanged(chunk, job.rows(chunk.first, end))
         with durable_file(path) as written:
             written.write(found.encode())
-
-
-def require_all(folder: ChunkFolder) -> None:
-    """Raises InputError unless the files are those of the chunks, and nothing else."""
-    expected = {folder.path(chunk.first).name for chunk in folder.chunks if chunk.sha256}
-    with os.scandir(folder.outputs) as entries:
-        found = {entry.name for entry in entries}
-    for name in found - expected:  # of a run whose chunks were fewer
-        (folder.outputs / name).unlink()
-    if expected - found:
-        raise InputError(f"{folder.outputs} has fewer files than were written. Run the job again")

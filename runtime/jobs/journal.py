@@ -1,12 +1,13 @@
 """Finished chunks of a job, in a folder beside its output that survives any interruption.
 
-    OUT.job/job.json        fingerprint: everything that decides the output
-    OUT.job/journal.jsonl   one line per finished chunk
-    OUT.job/00000000.part   output rows of the first chunk, a whole file of the output's format
-    OUT.job/lock            locked while a job runs; the lock of a killed process is released
+    OUT.job/job.json               fingerprint: everything that decides the output
+    OUT.job/journal.jsonl          one line per finished chunk
+    OUT.job/000000/00000000.part   output rows of the first chunk, a whole file of the format
+    OUT.job/lock                   locked while a job runs; a killed process releases it
 
 A chunk is finished once its line is on the disk, which happens after its file is. So whenever a
-process or a machine stops, everything the journal names is whole; the rest is discarded.
+process or a machine stops, everything the journal names is whole; the rest is discarded. A folder
+has at most 1,000 files: listing 100,000 takes minutes on Lustre.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
@@ -30,7 +34,7 @@ from filelock import FileLock, Timeout
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.io.atomic import TEMPORARY, durable_file, sync_folder
 from transferry.runtime.io.documents import decode, read_document
-from transferry.runtime.io.whole import read_bytes, sha256
+from transferry.runtime.io.whole import open_regular, sha256
 from transferry.runtime.jobs.summary import Tally
 from transferry.runtime.stopping import at_stop, held
 
@@ -39,6 +43,7 @@ JOB_FORMAT = 4
 JOB, JOURNAL, LOCK = "job.json", "journal.jsonl", "lock"
 # Seconds to wait for a lock whose owner is just removing the folder.
 LOCK_SECONDS = 0.2
+_LONGEST_LINE = 1 << 20
 # The folder that becomes the output of a job with Ray.
 CHUNKS = "chunks"
 
@@ -89,22 +94,109 @@ class Chunk(Tally):
         return same or self.is_intact(file)
 
 
+class Chunks:
+    """Finished chunks in the order of their rows, read from the journal: 16 bytes of memory each.
+
+    Attributes:
+        rows: Number of their rows.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Begins without chunks; `path` is the journal."""
+        self._path, self.rows = path, 0
+        self._firsts, self._places = array("q"), array("q")
+
+    def __len__(self) -> int:
+        return len(self._firsts)
+
+    def __iter__(self) -> Iterator[Chunk]:
+        if self._places:
+            with self._path.open("rb") as file:
+                for place in self._places:
+                    file.seek(place)
+                    yield Chunk.parse(file.readline())
+
+    def __getitem__(self, place: int) -> Chunk:
+        with self._path.open("rb") as file:
+            file.seek(self._places[place])
+            return Chunk.parse(file.readline())
+
+    def has(self, first: int) -> bool:
+        """Whether the chunk that begins at a row is finished."""
+        place = bisect_left(self._firsts, first)
+        return place < len(self._firsts) and self._firsts[place] == first
+
+    def add(self, chunk: Chunk, place: int) -> None:
+        """Adds a chunk whose line begins at a byte of the journal, in place of an earlier line."""
+        at = bisect_left(self._firsts, chunk.first)
+        if self.has(chunk.first):
+            self.rows -= self[at].rows
+            self._places[at] = place
+        else:
+            self._firsts.insert(at, chunk.first)
+            self._places.insert(at, place)
+        self.rows += chunk.rows
+
+    def load(self, takes: Callable[[Chunk], bool] = lambda chunk: True) -> int:
+        """Reads the journal up to a chunk that is not taken, and truncates it there.
+
+        Returns the number of the lines behind it.
+        """
+        if not self._path.exists():
+            return 0
+        end, taken = 0, True
+        with open_regular(self._path) as file:
+            lines = iter(partial(file.readline, _LONGEST_LINE), b"")
+            whole = takewhile(lambda line: line.endswith(b"\n"), lines)
+            for line in whole:
+                taken = self._taken(line, end, takes)
+                if not taken:
+                    break
+                end += len(line)
+            lost = sum(1 for _ in whole) + (not taken)
+            size = os.fstat(file.fileno()).st_size
+        if size > end:
+            os.truncate(self._path, end)
+        return lost
+
+    def _taken(self, line: bytes, place: int, takes: Callable[[Chunk], bool]) -> bool:
+        try:
+            chunk = Chunk.parse(line)
+            if fits := takes(chunk):
+                self.add(chunk, place)
+        except (ValueError, OverflowError):
+            return False
+        return fits
+
+    def keep(self, holds: Callable[[Chunk], bool]) -> Chunks:
+        """Returns the chunks for which something holds."""
+        kept = Chunks(self._path)
+        for chunk, place in zip(self, self._places, strict=True):
+            if holds(chunk):
+                kept.add(chunk, place)
+        return kept
+
+
 class Journal:
     """The folder of a job and its finished chunks, which form a beginning of the input.
 
     Attributes:
         own: Pattern of the names in the folder, those of earlier formats included.
+        shard: Chunks whose files share a folder.
     """
 
-    # On disk a chunk's file is a "part", as in format 1: so --force clears folders of that format.
+    shard = 1000
+
+    # Formats 1 to 3 had the parts in one folder, format 1 other temporary files; see `clear`.
     own = re.compile(
-        rf"job\.json(\.tmp)?|journal\.jsonl|(output|beside)\.tmp|\d{{8}}\.(part|tmp)|{TEMPORARY}"
+        r"job\.json(\.tmp)?|journal\.jsonl|(output|beside)\.tmp|\d{6}|\d{8}\.(part|tmp)"
+        rf"|{TEMPORARY}"
     )
 
     def __init__(self, folder: Path) -> None:
         """Reads nothing yet; see `locked`."""
-        self.folder = folder
-        self.chunks: Any = []
+        self.folder, self.journal = folder, folder / JOURNAL
+        self.chunks = Chunks(self.journal)
         self.session = 0
         self._is_new = False
 
@@ -129,7 +221,7 @@ class Journal:
     def _leave(self, lock: FileLock) -> None:
         # An OSError here (full disk, read-only folder) must not hide the error before it.
         with contextlib.suppress(OSError):
-            if self._is_new and not self.chunks:
+            if self._is_new and not len(self.chunks):
                 self.clear()
             if not (self.folder / JOB).exists():
                 if os.name == "nt":  # where nobody can remove a file that is open
@@ -140,16 +232,16 @@ class Journal:
     @property
     def rows(self) -> int:
         """Number of rows in finished chunks."""
-        return sum(chunk.rows for chunk in self.chunks)
+        return self.chunks.rows
 
     @property
-    def files(self) -> list[Path]:
+    def files(self) -> Iterator[Path]:
         """The files of the finished chunks, in order."""
-        return [self._path(number) for number in range(len(self.chunks))]
+        return map(self._path, range(len(self.chunks)))
 
     def is_complete(self, chunk_rows: int) -> bool:
         """Whether the last chunk is finished: the only one shorter than `chunk_rows`."""
-        return bool(self.chunks) and self.chunks[-1].rows < chunk_rows
+        return len(self.chunks) > 0 and self.chunks[-1].rows < chunk_rows
 
     def begin(self, fingerprint: Fingerprint, *, force: bool) -> str:
         """Resumes the job if it was interrupted, or starts it; returns a note for the user, or "".
@@ -173,16 +265,16 @@ class Journal:
         elif former is not None:
             note = self.read()
             changes = differences(former, fingerprint)
-            if not changes and self.chunks:
+            if not changes and len(self.chunks):
                 self.session = 1 + max(chunk.session for chunk in self.chunks)
                 return note
-            if self.chunks and not force:
+            if len(self.chunks) and not force:
                 raise InputError(
                     f"{self.folder} holds {self.rows} rows of a job with other settings: "
                     f"{'; '.join(changes)}. Finish it with those, or add --force to start anew"
                 )
         self.clear()
-        with (self.folder / JOURNAL).open("xb") as file:
+        with self.journal.open("xb") as file:
             os.fsync(file.fileno())
         # Before job.json exists: else a power cut might bring back another job's journal.
         sync_folder(self.folder)
@@ -194,29 +286,41 @@ class Journal:
     @contextmanager
     def next_file(self) -> Iterator[BinaryIO]:
         """Opens the file of the next chunk; it is on the disk when the `with` ends."""
-        with durable_file(self._path(len(self.chunks))) as file:
+        path = self._path(len(self.chunks))
+        if not path.parent.exists():
+            path.parent.mkdir()
+            sync_folder(self.folder)
+        with durable_file(path) as file:
             yield file
 
     def append(self, chunk: Chunk) -> None:
         """Marks the chunk as finished whose file was written last."""
         chunk.seal(self._path(len(self.chunks)))
         chunk.session = self.session
-        with (self.folder / JOURNAL).open("ab") as file:
-            file.write(f"{json.dumps(asdict(chunk))}\n".encode())
+        self.extend([chunk])
+
+    def extend(self, chunks: Iterable[Chunk]) -> None:
+        """Marks chunks as finished, whose files are on the disk."""
+        noted = []
+        with self.journal.open("ab") as file:
+            for chunk in chunks:
+                noted.append((chunk, file.tell()))
+                file.write(f"{json.dumps(asdict(chunk))}\n".encode())
             file.flush()
             os.fsync(file.fileno())
-        self.chunks.append(chunk)
+        for chunk, place in noted:
+            self.chunks.add(chunk, place)
 
     def clear(self) -> None:
         """Removes everything but the lock."""
         # Also for `_leave`, where this is interrupted: there is nothing to keep.
-        self.chunks, self._is_new = [], True
+        self.chunks, self._is_new = Chunks(self.journal), True
         for path in self.folder.iterdir():
             if self.own.fullmatch(path.name):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def _path(self, number: int) -> Path:
-        return self.folder / f"{number:08d}.part"
+        return self.folder / f"{number // self.shard:06d}" / f"{number:08d}.part"
 
     def _require_own(self) -> None:
         """Refuses a folder with files that are not of a job, since `clear` would follow."""
@@ -246,28 +350,21 @@ class Journal:
 
         Returns a note for the user, or "".
         """
-        path = self.folder / JOURNAL
-        content = read_bytes(path) if path.exists() else b""
-        lines, end = content.split(b"\n")[:-1], 0
-        first = None
-        for line in lines:
-            try:
-                chunk = Chunk.parse(line)
-            except ValueError:
-                break
-            intact = chunk.is_intact(self._path(len(self.chunks)))
-            if first not in (None, chunk.first) or not intact:
-                break
-            self.chunks.append(chunk)
-            first = chunk.first + chunk.rows
-            end += len(line) + 1
-        if end < len(content):
-            with path.open("r+b") as file:
-                file.truncate(end)
-                os.fsync(file.fileno())
-        if lost := len(lines) - len(self.chunks):
-            return f"{lost} finished chunks are damaged or gone and will be computed again"
-        return ""
+        self.chunks = Chunks(self.journal)
+        return told_lost(self.chunks.load(self._follows))
+
+    def _follows(self, chunk: Chunk) -> bool:
+        """Whether a chunk begins where the last one ends, and has its file."""
+        number = len(self.chunks)
+        if number and self.chunks[-1].first + self.chunks[-1].rows != chunk.first:
+            return False
+        return chunk.is_intact(self._path(number))
+
+
+def told_lost(chunks: int) -> str:
+    """Returns a note on finished chunks without their files; "" for none."""
+    told = f"{chunks} finished chunks are damaged or gone and will be computed again"
+    return told if chunks else ""
 
 
 def differences(former: Fingerprint, now: Fingerprint) -> list[str]:
@@ -297,9 +394,13 @@ def hash_of_hashes(hashes: Iterable[str]) -> str:
 
 def hash_output(path: Path) -> str:
     """Returns the hash of a file, or of a folder's files in the order of their names."""
-    if path.is_dir():
-        return hash_of_hashes(sha256(file) for file in sorted(path.iterdir()))
-    return sha256(path)
+    return hash_of_hashes(map(sha256, parts_of(path))) if path.is_dir() else sha256(path)
+
+
+def parts_of(folder: Path) -> list[Path]:
+    """Returns the files in a folder of chunks and below it, in order, without its manifest."""
+    found = folder.rglob("[!_]*")
+    return sorted(path for path in found if path.is_file() and ".old" not in path.parent.suffix)
 
 
 def _lock(folder: Path) -> FileLock:

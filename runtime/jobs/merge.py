@@ -18,7 +18,7 @@ from transferry.runtime.jobs.formats.detection import named_format
 from transferry.runtime.jobs.formats.records import RowWriter
 from transferry.runtime.jobs.formats.writers import join_writer
 from transferry.runtime.jobs.job_options import fraction
-from transferry.runtime.jobs.journal import JOB_FORMAT, differences, hash_output
+from transferry.runtime.jobs.journal import JOB_FORMAT, differences, hash_output, parts_of
 from transferry.runtime.jobs.output_files import LINES, check_output, foreign_output
 from transferry.runtime.jobs.summary import Summary, read_summary, summary_path
 
@@ -80,7 +80,7 @@ class _Partition:
     @property
     def files(self) -> list[Path]:
         """The files of the output, in the order of the rows."""
-        return sorted(self.path.iterdir()) if self.path.is_dir() else [self.path]
+        return parts_of(self.path) if self.path.is_dir() else [self.path]
 
 
 def merge(paths: Sequence[Path], out: Path, *, force: bool = False) -> Summary:

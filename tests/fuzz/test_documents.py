@@ -122,11 +122,11 @@ def place(
     for part in (1, 2):
         done(*RUN[:3], "-o", f"{part}.jsonl", "--partition", f"{part}/2", "--quiet")
     stopped = pristine / "stopped.jsonl.job"
-    stopped.mkdir()
+    (stopped / "000000").mkdir(parents=True)
     summary = json.loads((pristine / "1.jsonl.summary.json").read_bytes())
     (stopped / "job.json").write_text(json.dumps(summary["fingerprint"]))
     chunk = b"{}\n"
-    (stopped / "00000000.part").write_bytes(chunk)
+    (stopped / "000000" / "00000000.part").write_bytes(chunk)
     record = {"rows": 1, "errors": {}, "first": 0, "sha256": hashlib.sha256(chunk).hexdigest()}
     (stopped / "journal.jsonl").write_text(json.dumps(record | {"size": len(chunk)}) + "\n")
     (folder / "outside").write_text("dear to somebody\n")

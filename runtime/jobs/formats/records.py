@@ -221,7 +221,7 @@ class RowWriter(ABC):
         """Writes records to an empty file, which stays open and is a whole file of the format."""
 
     @abstractmethod
-    def join(self, files: Sequence[Path], file: BinaryIO) -> None:
+    def join(self, files: Iterable[Path], file: BinaryIO) -> None:
         """Writes the records of several files of this writer, in order, as one file."""
 
     def record(self, row: InputRow, result: RowResult, n_best: int = 1) -> Record:

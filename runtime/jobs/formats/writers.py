@@ -197,7 +197,7 @@ class _LineWriter(RowWriter):
             for record in records:
                 stream.write(self.to_line(record).encode())
 
-    def join(self, files: Sequence[Path], file: BinaryIO) -> None:
+    def join(self, files: Iterable[Path], file: BinaryIO) -> None:
         header = self.header.encode()
         with packed(file, self.compression) as stream:
             stream.write(header)
@@ -315,8 +315,8 @@ class _NpyWriter(RowWriter):
         file.write(self._header(rows))
         file.seek(0, io.SEEK_END)
 
-    def join(self, files: Sequence[Path], file: BinaryIO) -> None:
-        fixed, row = len(self._header(0)), 4 * self.width
+    def join(self, files: Iterable[Path], file: BinaryIO) -> None:
+        fixed, row, files = len(self._header(0)), 4 * self.width, list(files)
         rows = [(path.stat().st_size - fixed) // row for path in files]
         file.write(self._header(sum(rows)))
         for path, count in zip(files, rows, strict=True):
@@ -388,7 +388,7 @@ class ParquetWriter(RowWriter):
         whole = pyarrow.Table.from_batches(batches).combine_chunks()
         return dict(zip(names, whole.columns, strict=True))
 
-    def join(self, files: Sequence[Path], file: BinaryIO) -> None:
+    def join(self, files: Iterable[Path], file: BinaryIO) -> None:
         """Writes the rows of several files as one, in the same groups as `write`."""
         import pyarrow
 

@@ -145,7 +145,7 @@ def test_the_rows_before_are_kept(
     with pytest.raises(ParityError, match=r"differently; 4 rows are saved in .*out\.jsonl\.job$"):
         stopped.run()
     assert not lines.with_name("out.jsonl").exists()
-    kept = (lines.with_name("out.jsonl.job") / "00000000.part").read_bytes().splitlines()
+    kept = (lines.with_name("out.jsonl.job") / "000000" / "00000000.part").read_bytes().splitlines()
     assert kept == lines.with_name("whole.jsonl").read_bytes().splitlines()[:4]
     assert job(bundle_folder, lines).run().resumed == 1
     assert lines.with_name("out.jsonl").read_bytes() == whole.output.read_bytes()

@@ -27,10 +27,11 @@ from tests.runtime.jobs.helpers import (
 )
 from transferry.runtime.errors import InputError
 from transferry.runtime.jobs.chunk_folder import ChunkFolder
-from transferry.runtime.jobs.distribution import MOST_TRIES, Distribution, Worker, require_all
+from transferry.runtime.jobs.distribution import MOST_TRIES, Distribution, Worker
+from transferry.runtime.jobs.formats.sources import open_sources
 from transferry.runtime.jobs.job import Job
 from transferry.runtime.jobs.job_options import JobOptions
-from transferry.runtime.jobs.journal import Chunk
+from transferry.runtime.jobs.journal import Chunk, Journal, parts_of
 from transferry.runtime.jobs.merge import merge
 from transferry.runtime.jobs.plan import Plan
 from transferry.runtime.jobs.ray_job import require_listening, room_for
@@ -87,7 +88,7 @@ def test_rows_that_kill_every_worker_are_named(tmp_path: Path) -> None:
     lines = (tmp_path / "out.jsonl.job" / "journal.jsonl").read_bytes().splitlines()
     saved = [json.loads(line)["first"] for line in lines]
     assert len(saved) == 5
-    chunks = tmp_path / "out.jsonl.job" / "chunks"
+    chunks = tmp_path / "out.jsonl.job" / "chunks" / "000000"
     (chunks / f"{saved[1]:012d}.jsonl").write_bytes(b"damaged")
     (chunks / "000000000999.jsonl").touch()
     with (tmp_path / "out.jsonl.job" / "journal.jsonl").open("ab") as journal:
@@ -99,9 +100,31 @@ def test_rows_that_kill_every_worker_are_named(tmp_path: Path) -> None:
     assert joined(out) == run(source, "plain.jsonl")
 
 
-def stopped(source: Path, out: Path) -> Path:
+def test_many_chunks_lie_in_several_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those of a job that reads from another row than the first, and is resumed."""
+    monkeypatch.setattr(Journal, "shard", 2)
+    source, out = write_rows(tmp_path / "in.txt", 40), tmp_path / "out.jsonl"
+    folder = stopped(source, out, partition="2/2")
+    assert names(folder / "chunks") <= {"000000", "000001", "000002", "000003"}
+    (folder / "chunks" / "000009").mkdir()
+    assert by_workers(source, out, partition="2/2").resumed == 1
+    whole = run(source, "plain.jsonl", partition="2/2")
+    assert b"".join(path.read_bytes() for path in parts_of(out)) == whole
+    assert names(out) == {"000000", "000001", "000002", "000003"}
+    assert names(out / "000003") == {"000000000038.jsonl"}
+    assert by_workers(source, out, partition="2/2").finished_before
+    assert open_sources(out) == parts_of(out)
+    with pytest.raises(RuntimeError):
+        run(source, "again.jsonl", partition="2/2", engine=Echo(fail_at=35))
+    assert names(tmp_path / "again.jsonl.job") >= {"000000", "000001", "journal.jsonl"}
+    assert run(source, "again.jsonl", partition="2/2") == whole
+
+
+def stopped(source: Path, out: Path, **options: Any) -> Path:
     with pytest.raises(InputError):
-        by_workers(source, out, LocalRunner(number > 4 for number in range(1000)))
+        by_workers(source, out, LocalRunner(number > 4 for number in range(1000)), **options)
     return out.with_name(f"{out.name}.job")
 
 
@@ -109,7 +132,7 @@ def test_finished_chunks_are_not_read_again(tmp_path: Path) -> None:
     """Their sizes and times tell; a copy of the folder is read."""
     source, out = write_rows(tmp_path / "in.txt", 20), tmp_path / "out.jsonl"
     folder = stopped(source, out)
-    path = next((folder / "chunks").iterdir())
+    path = next((folder / "chunks" / "000000").iterdir())
     times = path.stat().st_atime_ns, path.stat().st_mtime_ns
     path.write_bytes(path.read_bytes()[::-1])
     for changed, computed in ((0, 2), (1, 1)):
@@ -125,25 +148,6 @@ def test_another_input_is_refused(tmp_path: Path) -> None:
     source.write_text(source.read_text().replace("row 1\n", "row I\n"))
     with pytest.raises(InputError, match=r"in\.txt has changed: rows 1 to 3 are not those"):
         by_workers(source, out)
-
-
-def test_a_folder_with_notes_is_continued(tmp_path: Path) -> None:
-    """As earlier versions left it: a note for each chunk, and an empty journal."""
-    source, out = write_rows(tmp_path / "in.txt", 20), tmp_path / "out.jsonl"
-    folder = stopped(source, out)
-    (folder / "notes").mkdir()
-    lines = (folder / "journal.jsonl").read_bytes().splitlines()
-    for number, line in enumerate(lines):
-        record = json.loads(line)
-        del record["modified"]
-        (folder / "notes" / f"{number}.json").write_text(json.dumps(record) + "\n")
-    (folder / "journal.jsonl").write_bytes(b"")
-    (folder / "input.json").unlink()
-    runner = LocalRunner()
-    assert by_workers(source, out, runner).resumed == 1
-    saved = {json.loads(line)["first"] for line in lines}
-    assert {*runner.made.calls} & {*range(0, 20, 3)} == {*range(0, 20, 3)} - saved
-    assert joined(out) == run(source, "plain.jsonl")
 
 
 @pytest.mark.parametrize("rows", [None, 0, 29, 30])
@@ -210,15 +214,15 @@ def test_a_worker_needs_room_on_one_machine() -> None:
 
 
 def test_a_file_that_is_gone_is_noticed(tmp_path: Path) -> None:
-    folder = ChunkFolder(tmp_path / "out.jsonl.job")
+    folder = ChunkFolder(tmp_path / "out.jsonl.job", {"output_format": "jsonl", "chunk_rows": 3})
     folder.folder.mkdir()
     folder.clear()
     folder.outputs.mkdir()
-    folder.ending = "jsonl"
     folder.extend([Chunk(first=0, rows=3, sha256="ab")])
-    (folder.outputs / "000000000009.jsonl").touch()
+    with folder.opened(9):
+        pass
     with pytest.raises(InputError, match="fewer files than were written"):
-        require_all(folder)
+        folder.require_all()
 
 
 def test_a_folder_of_another_version_is_refused(tmp_path: Path) -> None:

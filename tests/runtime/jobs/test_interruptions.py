@@ -91,7 +91,7 @@ def test_rows_are_computed_once(
     stop(source, 10, computed=computed)
     assert computed_rows(computed) == [*range(ROWS)]
     if lost:
-        (source.with_name("out.jsonl.job") / "00000001.part").unlink()
+        (source.with_name("out.jsonl.job") / "000000" / "00000001.part").unlink()
     with caplog.at_level("INFO", "transferry"):
         make_job(source, engine=Echo(computed=computed)).run()
 

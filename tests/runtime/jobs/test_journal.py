@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.runtime.jobs.helpers import names
+from tests.runtime.jobs.helpers import contents, names
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.jobs.journal import (
     JOB,
@@ -93,7 +93,7 @@ def test_a_line_may_be_torn_anywhere(folder: Path, cut: int) -> None:
 
 @pytest.mark.parametrize("damage", ["gone", "shorter", "changed", "line", "gap"])
 def test_what_is_damaged_is_computed_again_and_all_behind_it(folder: Path, damage: str) -> None:
-    part, path = folder / "00000001.part", folder / JOURNAL
+    part, path = folder / "000000" / "00000001.part", folder / JOURNAL
     lines = path.read_bytes().splitlines(keepends=True)
     if damage == "gone":
         part.unlink()
@@ -120,7 +120,7 @@ def test_another_job_is_refused_by_name(folder: Path) -> None:
     with begun(folder) as journal:
         assert journal.rows == 6, "a refusal changes nothing"
     with begun(folder, other, force=True) as journal:
-        assert journal.chunks == []
+        assert list(journal.chunks) == []
         assert names(folder) == {JOB, JOURNAL, LOCK}
 
 
@@ -131,12 +131,12 @@ def test_a_folder_of_another_version_is_refused(folder: Path, form: int | None) 
     (folder / JOB).write_text(json.dumps(fingerprint))
     with (folder / JOURNAL).open("ab") as file:
         file.write(b"17\n")
-    before = {path: path.read_bytes() for path in folder.iterdir()}
+    before = contents(folder)
     now = FINGERPRINT | {"job_format": JOB_FORMAT}
     expected = f"another version of transferry: expected job format {JOB_FORMAT}, found {form or 1}"
     with Journal.locked(folder) as journal, pytest.raises(InputError, match=expected):
         journal.begin(now, force=False)
-    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+    assert contents(folder) == before
     with begun(folder, now, force=True):
         assert names(folder) == {JOB, JOURNAL, LOCK}
     assert differences(fingerprint, now) == [
@@ -178,7 +178,10 @@ def test_nothing_is_named_before_it_is_on_the_disk(
         ]
         finish(journal, b"one")
         part = "00000000.part"
-        assert told() == [f"sync {part}'s", f"name {part}", "sync out.job", f"sync {JOURNAL}"]
+        named = [f"sync {part}'s", f"name {part}", "sync 000000", f"sync {JOURNAL}"]
+        assert told() == ["sync out.job", *named]
+        finish(journal, b"two")
+        assert [each.replace("1", "0") for each in told()] == named
 
 
 def test_another_job_that_finished_nothing_is_in_nobodys_way(tmp_path: Path) -> None:
@@ -196,7 +199,7 @@ def test_what_lost_its_job_file_is_no_job(folder: Path) -> None:
     """A kill while the folder was removed, or before a forced job had begun."""
     (folder / JOB).unlink()
     with begun(folder, {"beam": 1}) as journal:
-        assert journal.chunks == []
+        assert list(journal.chunks) == []
 
 
 def test_a_job_that_finishes_nothing_leaves_nothing(tmp_path: Path) -> None:
