@@ -29,6 +29,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import hand_faults
 import rare_faults
 from consequences import Answers
 from random_faults import random_faults
@@ -68,6 +69,7 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=150, help="planted in each variant")
     parser.add_argument("--listed", action="store_true", help="those of the self-test too")
     parser.add_argument("--rare", action="store_true", help="those of rare_faults.py instead")
+    parser.add_argument("--hand", action="store_true", help="those of hand_faults.py instead")
     parser.add_argument("--kind", default="", help="random faults whose kind begins so; a,b")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--variants", default="portable,cpu-fp32,cpu-int8")
@@ -149,6 +151,7 @@ class Trial:
         if arguments.listed:
             listed = faults_of(BundleCopy(self.bundle, self.variant, place))
         plants = rare_faults.PLANTS if arguments.rare else ()
+        plants = hand_faults.PLANTS if arguments.hand else plants
         count = 20 * arguments.faults
         drawn = random_faults(count, tokens, seed=arguments.seed, plants=plants)
         for fault in chain(listed, drawn):
@@ -227,7 +230,7 @@ class Trial:
         return self.honest.difference(faulty)
 
     def _compare_files(self, faulty: Bundle) -> str:
-        given = faulty, self.variant
+        given = faulty, faulty.variant(self.name)
         weights = weights_claim(self.checkpoint.model, *given, self.work.subject.calibration)
         return weights.problem or graphs_claim(self.fresh, *given).problem
 

@@ -269,7 +269,7 @@ def _search_problem(item: RecordedSearch, sources: Sequence[Sequence[int]], orac
     for row, (source, wanted, found) in enumerate(zip(sources, answers, recorded, strict=True)):
         if len(found) != len(wanted):
             return f"{item.name}: row {row}: {len(found)} answers, expected {len(wanted)}"
-        if [one.tokens for one in wanted] != [one.tokens for one in found]:
+        if [one.scored_tokens for one in wanted] != [one.scored_tokens for one in found]:
             divergence = explainer.explain(source, wanted, found, row)
             if not divergence.passes:
                 return f"{item.name}: row {row}: {divergence}"

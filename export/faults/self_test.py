@@ -243,7 +243,7 @@ class BundleTest:
         """
         honest, checkpoint = self.honest, self.honest.checkpoint
         model, variant = checkpoint.model, honest.variant
-        yield attempt("loading", lambda: copy.bundle)
+        yield attempt("loading", lambda: copy.variant)
         yield attempt("tokenizer", lambda: require_exported_from(checkpoint, copy.bundle))
         yield claim("manifest", lambda: manifest_claims(checkpoint, copy.bundle))
         reference = copy.bundle.manifest.files[variant.reference]
@@ -253,7 +253,7 @@ class BundleTest:
         yield from answers(copy)
         if not self.files:
             return
-        given = copy.bundle, variant
+        given = copy.bundle, copy.variant
         yield claim("weights", lambda: [weights_claim(model, *given, honest.calibration)])
         if self.fresh is not None:
             fresh = self.fresh
@@ -267,7 +267,7 @@ class BundleTest:
             yield self.tasks.check(copy.bundle, copy.model, batches)
         if not copy.decodes or not text.sources:
             return
-        yield from served_searches(copy, self.oracle, text, self.honest.variant, batches)
+        yield from served_searches(copy, self.oracle, text, copy.variant, batches)
         yield given_answers(copy, self.oracle, partial(feeding, text, self.oracle.special), 0)
 
     def whole_checks(self, copy: BundleSubject) -> Iterator[Check]:

@@ -31,7 +31,7 @@ class BundleSubject(CopiedSubject[Any]):
     Attributes:
         checkpoint: The checkpoint that the bundle was exported from.
         folder: The bundle's folder.
-        variant: The variant, as the honest bundle describes it.
+        name: Name of the variant.
         options: How it is served.
         whole: Whether faults are planted in the graph `generate`, not in the step graphs.
     """
@@ -40,28 +40,33 @@ class BundleSubject(CopiedSubject[Any]):
         self,
         checkpoint: Checkpoint,
         folder: Path,
-        variant: Variant,
+        name: str,
         options: SessionOptions,
         *,
         whole: bool = False,
     ) -> None:
         """Opens nothing yet."""
         self.checkpoint, self.folder = checkpoint, folder
-        self.variant, self.options, self.whole = variant, options, whole
+        self.name, self.options, self.whole = name, options, whole
 
     @classmethod
     def of(
         cls, checkpoint: Checkpoint, bundle: Bundle, model: ServedModel, *, whole: bool = False
     ) -> BundleSubject:
         """Returns the subject of a bundle that is loaded, and of a variant that is open."""
-        found = cls(checkpoint, bundle.folder, model.variant, model.options, whole=whole)
-        found.bundle, found.model = bundle, model
+        found = cls(checkpoint, bundle.folder, model.variant.name, model.options, whole=whole)
+        found.bundle, found.model, found.variant = bundle, model, model.variant
         return found
 
     @cached_property
     def bundle(self) -> Bundle:
         """The bundle, loaded once."""
         return Bundle.load(self.folder)
+
+    @cached_property
+    def variant(self) -> Variant:
+        """The variant, as the bundle describes it."""
+        return self.bundle.variant(self.name)
 
     def open(self) -> ServedModel:
         """Opens the variant."""
@@ -83,7 +88,7 @@ class BundleSubject(CopiedSubject[Any]):
 
         The manifest may lie: a lower precision would widen the tolerance.
         """
-        recipe = RECIPES.get(self.variant.name)
+        recipe = RECIPES.get(self.name)
         return recipe.precision if recipe else FLOAT32
 
     @cached_property
@@ -121,5 +126,5 @@ class BundleSubject(CopiedSubject[Any]):
 
     def reopened(self, folder: Path) -> BundleSubject:
         """Returns the same variant of a copy."""
-        given = self.checkpoint, folder, self.variant, self.options
+        given = self.checkpoint, folder, self.name, self.options
         return BundleSubject(*given, whole=self.whole)

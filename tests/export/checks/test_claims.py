@@ -200,17 +200,35 @@ CHANGES: dict[str, Change] = {
 }
 
 
+def problem_of(reference: Reference, bundle: Bundle, oracle: Oracle, folder: Path) -> str:
+    reference.save(folder / REFERENCE)
+    copy = Bundle(folder, replace(bundle.manifest, files=records(folder)), bundle.tokenizer)
+    return recorded_claim(copy, copy.variant(), oracle).problem
+
+
 @pytest.mark.parametrize("name", CHANGES)
 def test_another_record_is_told(name: str, bundle: Bundle, oracle: Oracle, tmp_path: Path) -> None:
-    def problem(reference: Reference) -> str:
-        reference.save(tmp_path / REFERENCE)
-        manifest = replace(bundle.manifest, files=records(tmp_path))
-        copy = Bundle(tmp_path, manifest, bundle.tokenizer)
-        return recorded_claim(copy, copy.variant(), oracle).problem
-
     reference = Reference.load(bundle.folder / REFERENCE)
-    assert problem(reference) == ""
-    assert problem(CHANGES[name](reference))
+    assert problem_of(reference, bundle, oracle, tmp_path) == ""
+    assert problem_of(CHANGES[name](reference), bundle, oracle, tmp_path)
+
+
+def test_another_end_with_its_own_score_is_told(
+    bundle: Bundle, oracle: Oracle, tmp_path: Path
+) -> None:
+    special, reference = oracle.special, Reference.load(bundle.folder / REFERENCE)
+
+    def ended(item: RecordedSearch) -> RecordedSearch:
+        pairs = zip(item.answers, item.ends, strict=True)
+        # An answer without any token has no score.
+        ends = [[None if tokens else end for tokens, end in zip(*p, strict=True)] for p in pairs]
+        given = reference.sources, replace(item, ends=ends).hypotheses(special)
+        found = oracle.scores(*given, GenerationOptions(**item.options))
+        scores = [[one.score for one in row] for row in found]
+        return replace(item, ends=ends, scores=scores)
+
+    told = problem_of(on_searches(ended)(reference), bundle, oracle, tmp_path)
+    assert "torch prefers" in told
 
 
 def test_files_that_nothing_reads_or_lists_are_told(

@@ -254,6 +254,20 @@ def test_honest_copy_of_a_variant_passes(
     honest.seal()
     assert not gate.caught_by(gate.subject.reopened(folder))
     honest.restore()
+    # Two inputs of one role changed places in the manifest alone.
+    variant = honest.variant
+    spec = variant.graphs["decoder"]
+    past = [place for place, each in enumerate(spec.inputs) if each.role == "past"]
+    inputs = [*spec.inputs]
+    inputs[past[0]], inputs[past[1]] = inputs[past[1]], inputs[past[0]]
+    graphs = {**variant.graphs, "decoder": dataclasses.replace(spec, inputs=tuple(inputs))}
+    variants = {variant.name: dataclasses.replace(variant, graphs=graphs)}
+    honest.manifest = dataclasses.replace(
+        honest.manifest, variants={**honest.manifest.variants, **variants}
+    )
+    honest.seal()
+    assert gate.caught_by(gate.subject.reopened(folder)) == "session"
+    honest.restore()
 
 
 @pytest.mark.parametrize("variant_gate", ["cpu-int8"], indirect=True)
