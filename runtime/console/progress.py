@@ -272,9 +272,9 @@ def show_summary(out: Path, summary: Summary, *, quiet: bool, as_json: bool) -> 
                     if value is not None
                 )
             )
-        if repeated := summary.made.get("repeated_ids"):
-            first = summary.made.get("first_repeated_id")
-            say(f"{counted(repeated, 'row')} with the custom_id of an earlier row, first {first!r}")
+        if count := summary.repeated_ids:
+            first = summary.first_repeated_id
+            say(f"{counted(count, 'row')} with the custom_id of an earlier row, first {first!r}")
         if summary.special_texts:
             meant = summary.made.get("special_tokens", "as-text")
             say(

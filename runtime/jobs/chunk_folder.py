@@ -41,6 +41,7 @@ class ChunkFolder(Journal):
     OUT.job/input.json                         sizes and times of the input's files
     OUT.job/journal.jsonl                      one line per finished chunk, in the order of time
     OUT.job/chunks/000000/000000016384.jsonl   output from that row on
+    OUT.job/ray.log                            Ray's own lines
     OUT.job/lock                               locked while a job distributes chunks
 
     One process writes the journal, others the chunks. The folder of the chunks becomes OUT.
@@ -49,7 +50,7 @@ class ChunkFolder(Journal):
     # Format 1 had another name for the folder of chunks; before the journal, each chunk had a note.
     own = re.compile(
         rf"(job|input)\.json(\.tmp)?|journal\.jsonl|beside\.tmp|(chunks|shards)(\.old)?|notes"
-        rf"|\{LINES}|{TEMPORARY}"
+        rf"|ray\.log|\{LINES}|{TEMPORARY}"
     )
 
     def __init__(self, folder: Path, fingerprint: Fingerprint = MappingProxyType({})) -> None:

@@ -34,8 +34,8 @@ from transferry.runtime.stopping import raising
 MOST_TRIES = 5
 # Seconds between two questions about progress, and workers asked at once.
 LOOK_EVERY, MOST_ASKED = 1.0, 64
-# Seconds without a further row that count as a stall.
-STALL_SECONDS = 60.0
+# Seconds without a further row that count as a stall, and without a worker until the job stops.
+STALL_SECONDS, MOST_SECONDS = 60.0, 900.0
 STARTING = "starting Ray and its workers"
 # Result of a call whose worker has died.
 LOST = object()
@@ -153,17 +153,20 @@ class Distribution:
         return chunks
 
     def _stall(self, now: float, ahead: int) -> str:
-        """Tells of rows that have not come for a minute."""
+        """Tells of rows that have not come for a minute; raises InputError without a worker."""
         done = self._summary.rows + ahead
         if done != self._done:
             self._moved, self._done = now, done
         if (seconds := now - self._moved) < STALL_SECONDS:
             return ""
         busy = len(self._ahead)
-        return (
+        told = (
             f"no row for {timedelta(seconds=round(seconds))} with {busy} of {len(self._crew)} "
             f"workers at work; {self._crew.resources()}"
         )
+        if not busy and seconds >= MOST_SECONDS:
+            raise InputError(f"{told}. Run the command again once there is room for workers")
+        return told
 
     def _assign(self) -> None:
         for worker in [*self._idle]:

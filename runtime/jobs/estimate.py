@@ -26,9 +26,11 @@ class Estimate:
         bad_rows: Rows that will hold an error.
         source_tokens: Tokens to read.
         target_tokens: Tokens to generate, fill in or score.
-        seconds: Time, with the engine as it is open.
+        seconds: Time, with as many engines as workers.
         memory: Largest resident memory of this process so far, in bytes; None where the system
             does not say. A job of any length needs little more.
+        workers: Processes that compute.
+        cluster: Words on the cluster of a job on Ray.
     """
 
     rows: int
@@ -38,13 +40,15 @@ class Estimate:
     target_tokens: int
     seconds: float
     memory: int | None
+    workers: int = 1
+    cluster: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the estimate as JSON values."""
         return asdict(self)
 
     def __str__(self) -> str:
-        whole = timedelta(seconds=round(self.seconds))
+        whole, on_ray = timedelta(seconds=round(self.seconds)), bool(self.cluster)
         lasts = f"about {whole} h" if whole else "less than a second"
         lines = [
             f"{counted(self.rows, 'row')}, about {self.source_tokens:,} tokens to read and "
@@ -52,13 +56,15 @@ class Estimate:
             f"{lasts} ({self.rows / self.seconds:,.1f} rows/s)" if self.seconds else lasts,
         ]
         if self.memory is not None:
-            lines.append(f"about {self.memory / 1e9:.1f} GB of memory")
+            lines.append(f"about {self.memory / 1e9:.1f} GB of memory{' a worker' * on_ray}")
+        lines += [self.cluster] * on_ray
         lines.append(f"estimated from {counted(self.sampled, 'row')}; nothing was written")
         return "\n".join(lines)
 
 
 def estimate(job: Job, most: int = SAMPLE) -> Estimate:
     """Reads all rows, computes at most `most` drawn at random, and writes nothing."""
+    workers, cluster = job.runner.outlook(job)
     draw, sample, rows = random.Random(0), list[InputRow](), 0
     for row in job.rows(*job.row_range):  # algorithm R: each row is drawn as likely as any other
         rows += 1
@@ -77,8 +83,10 @@ def estimate(job: Job, most: int = SAMPLE) -> Estimate:
         round(each * sum(result.error is not None for result in found)),
         round(each * sum(result.source_tokens for result in found)),
         round(each * sum(result.target_tokens for result in found)),
-        round(each * seconds, 3),
+        round(each * seconds / workers, 3),
         _peak_memory(),
+        workers,
+        cluster,
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
@@ -25,7 +24,7 @@ from transferry.runtime.io.outputs import STANDARD_STREAM, require_own
 from transferry.runtime.io.whole import sha256
 from transferry.runtime.jobs.canary import Canary
 from transferry.runtime.jobs.formats.detection import named_format
-from transferry.runtime.jobs.formats.openai_batch import RepeatedIds, Seen
+from transferry.runtime.jobs.formats.openai_batch import Seen
 from transferry.runtime.jobs.formats.readers import open_inputs, open_reader, read_rows
 from transferry.runtime.jobs.formats.records import ColumnChoice, Record, RowWriter
 from transferry.runtime.jobs.formats.rows import InputRow, RowReader, hash_chunks, hash_rows
@@ -74,6 +73,10 @@ class Runner:
         """Raises UsageError for an output that is not a file."""
         if output.exists() and not output.is_file():
             raise UsageError(f"{output} is not a file, so it is not replaced; name another")
+
+    def outlook(self, job: Job) -> tuple[int, str]:
+        """Returns the number of processes that compute, and words on them, if any."""
+        return 1, ""
 
     def run(
         self,
@@ -176,7 +179,6 @@ class Job:
         every = options.canary and fraction(options.canary)[1]
         self.canary = Canary(self.engine, every, self.task) if every else None
         self._counted: int | None = None
-        self.repeated_ids = RepeatedIds()
 
     def _readers(self) -> tuple[RowReader, RowReader | None]:
         """Opens the input and the targets of its rows."""
@@ -396,8 +398,7 @@ class Job:
 
     def rows(self, first: int = 0, last: int | None = None) -> Iterator[InputRow]:
         """Streams rows first to last - 1 of the input, with their targets if there are any."""
-        found = read_rows(self.reader, self.target, first, last)
-        return self.repeated_ids.watch(found) if self.layout.format == "openai" else found
+        return read_rows(self.reader, self.target, first, last)
 
     def require_unchanged(self, chunk: Chunk, rows: Iterable[InputRow]) -> None:
         """Raises InputError if the input rows of a finished chunk are not what they were."""
@@ -426,7 +427,8 @@ class Job:
     ) -> Chunk:
         """Writes rows into one file, and calls `add` with the counts of each one written."""
         chunk, digest = Chunk(first=first), hashlib.sha256()
-        seen = Seen()  # in this chunk: neither interruptions nor workers change the count
+        # In this chunk: neither interruptions nor workers change the counts.
+        seen, ids = Seen(), Seen()
         names, looks_special = self.layout.texts, self.engine.bundle.tokenizer.looks_special
 
         def records() -> Iterator[Record]:
@@ -442,6 +444,8 @@ class Job:
                 tally.special_texts = int(any(map(looks_special, result.texts)))
                 if result.error is None and (key := self.task.key(given)) is not None:
                     tally.repeated = int(seen.again(key))
+                if self.layout.format == "openai" and ids.again(row.id):
+                    tally.repeated_ids, tally.first_repeated_id = 1, str(row.id)
                 before = now
                 chunk.add(tally)
                 add(tally)
@@ -459,8 +463,6 @@ class Job:
     ) -> None:
         """Writes the summary and the settings beside the output."""
         sources = hash_of_hashes(chunk.source_sha256 for chunk in journal.chunks)
-        if self.layout.format == "openai" and not self.runner.in_order:
-            deque(self.rows(*self.row_range), 0)  # other processes have read them
         summary.made = self._made() | {"source_sha256": sources, "sha256": output_sha256}
         texts = {SUMMARY: f"{json.dumps(summary.to_dict(), indent=1)}\n"}
         if settings is not None:
@@ -472,7 +474,7 @@ class Job:
     def _made(self) -> dict[str, Any]:
         tally = self.canary.tally() if self.canary is not None else {}
         made = {"fingerprint": self.fingerprint, **self.engine.describe(), **tally}
-        return {**made, **self.repeated_ids.tally(), **self.runner.about}
+        return {**made, **self.runner.about}
 
     def _finished(self) -> Summary:
         """Returns the summary of the existing output, which this job must have written."""

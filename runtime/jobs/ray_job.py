@@ -8,18 +8,21 @@ Rows never pass through Ray.
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
+import math
 import os
 import re
 import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.errors import InputError, UsageError, install_command
@@ -31,11 +34,15 @@ from transferry.runtime.jobs.job import Job
 from transferry.runtime.jobs.job_options import JobOptions, RayOptions
 from transferry.runtime.tables import counted
 
-# Defaults: nothing leaves the machine, and stderr is for the job.
-ENVIRONMENT = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_BACKEND_LOG_LEVEL": "fatal",
-}
+# Defaults: nothing leaves the machine.
+ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0"}
+# Ray's own lines, in the folder of the job.
+LOG = "ray.log"
+# HTTP/2 with empty settings. gRPC, which Ray speaks, answers with a frame of type 4: its settings.
+_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+# Seconds between two looks at the cluster, and without its head until the job stops: after 60, Ray
+# ends this process without a word.
+_LOOK_EVERY, _PATIENCE = 5.0, 30.0
 
 
 def ray_job(
@@ -79,12 +86,27 @@ class RayRunner(ChunkRunner):
         """Imports Ray; connects to it when the job runs."""
         super().__init__(load)
         self.options, self._ray = options, import_ray()
+        self.address = options.ray_address or os.environ.get("RAY_ADDRESS") or "local"
 
     @contextlib.contextmanager
     def crew(self, job: Job, session: int) -> Iterator[RayCrew]:
         """Connects to Ray and asks for the workers."""
         with self._connected(job):
             yield RayCrew(self._ray, self._maker(job, session), self.workers)
+
+    def outlook(self, job: Job) -> tuple[int, str]:
+        """Returns the number of workers and words on the cluster; starts no Ray of its own."""
+        cores, gpus = _needs(job)
+        each = f"of {counted(cores, 'CPU')}{' and a GPU' if gpus else ''}"
+        if self.address == "local" and not self._ray.is_initialized():
+            workers, cpus = self._local(cores), counted(usable_cores(), "CPU")
+            return workers, f"Ray on this machine with {cpus}: {counted(workers, 'worker')} {each}"
+        with self._connected(job):
+            machines = counted(sum(node["Alive"] for node in self._ray.nodes()), "machine")
+            return self.workers, (
+                f"Ray at {self.address} on {machines}: {counted(self.workers, 'worker')} {each}; "
+                f"{resources(self._ray)}"
+            )
 
     def _maker(self, job: Job, session: int) -> Callable[[], Any]:
         """Returns a function that asks Ray for a worker."""
@@ -100,65 +122,83 @@ class RayRunner(ChunkRunner):
     @contextlib.contextmanager
     def _connected(self, job: Job) -> Iterator[None]:
         """Connects to Ray and sets the number of workers; keeps a connection that exists."""
-        wanted, begun = self.options.workers, not self._ray.is_initialized()
+        begun = not self._ray.is_initialized()
         cores, gpus = _needs(job)
-        if begun:
-            address = self.options.ray_address or os.environ.get("RAY_ADDRESS") or "local"
-            own: dict[str, Any] = {}
-            if address == "local":
-                workers = wanted or max(1, usable_cores() // cores)
-                own = {"num_cpus": workers * cores, "include_dashboard": False}
-            require_listening(address)
-            terminated = signal.getsignal(signal.SIGTERM)
+        path = job.folder / LOG if job.folder.exists() else Path(os.devnull)
+        with (
+            path.open("a") as log,
+            contextlib.redirect_stdout(_Apart(log)),
+            _logged(log),
+        ):
             try:
-                with _hushed():
-                    self._ray.init(address, log_to_driver=False, logging_level=logging.ERROR, **own)
-            except (ConnectionError, self._ray.exceptions.RayError) as error:
-                if "authentication" in f"{error} {error.__cause__}":
-                    raise InputError(
-                        f"the Ray cluster at {address} asks for a token: set RAY_AUTH_MODE=token, "
-                        "and RAY_AUTH_TOKEN or ~/.ray/auth_token to the cluster's"
-                    ) from error
-                raise InputError(f"there is no Ray cluster at {address}: {error}") from error
-            except Exception as error:
-                if type(error) is not Exception:  # Ray's, of a start of more than 30 s, is plain
-                    raise
-                reason = str(error).partition(". ")[0].rstrip(".")
-                raise InputError(
-                    f"Ray did not start: {reason}. The machine may be too busy: end other programs "
-                    "and run the command again"
-                ) from error
-            if threading.current_thread() is threading.main_thread():
-                signal.signal(signal.SIGTERM, terminated)  # Ray has set its own
-        try:
-            room = room_for(self._ray.nodes(), cores, gpus)
-            if room < (wanted or 1):
-                needed = f"{counted(cores, 'CPU')}{' and a GPU' if gpus else ''}"
-                raise UsageError(
-                    f"the Ray cluster has room for {counted(room, 'worker')} of {needed}, not for "
-                    f"{wanted or 1}; lower --workers, --replicas or --threads, or add machines"
-                )
-            self.workers = wanted or room
-            self.about = {"engine": "ray", "workers": self.workers}
-            with contextlib.redirect_stdout(sys.stderr):  # Ray prints which workers died
+                if begun:
+                    self._connect(cores, log)
+                self.workers = self._room(cores, gpus)
+                self.about = {"engine": "ray", "workers": self.workers}
                 yield
-        finally:
-            if begun:
-                with _hushed():
-                    self._ray.shutdown()
+            finally:
+                if begun:
+                    with _apart(log):
+                        self._ray.shutdown()
+
+    def _connect(self, cores: int, log: IO[str]) -> None:
+        address, own = self.address, dict[str, Any]()
+        if address == "local":
+            own = {"num_cpus": self._local(cores) * cores, "include_dashboard": False}
+        require_cluster(address)
+        terminated = signal.getsignal(signal.SIGTERM)
+        try:
+            with _apart(log):
+                self._ray.init(address, log_to_driver=False, **own)
+        except (ConnectionError, self._ray.exceptions.RayError) as error:
+            if "authentication" in f"{error} {error.__cause__}":
+                raise InputError(
+                    f"the Ray cluster at {address} asks for a token: set RAY_AUTH_MODE=token, "
+                    "and RAY_AUTH_TOKEN or ~/.ray/auth_token to the cluster's"
+                ) from error
+            raise InputError(f"there is no Ray cluster at {address}: {error}") from error
+        except Exception as error:
+            if type(error) is not Exception:  # Ray's, of a start of more than 30 s, is plain
+                raise
+            reason = str(error).partition(". ")[0].rstrip(".")
+            raise InputError(
+                f"Ray did not start: {reason}. The machine may be too busy: end other programs "
+                "and run the command again"
+            ) from error
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, terminated)  # Ray has set its own
+
+    def _local(self, cores: int) -> int:
+        """Returns the number of workers where Ray is started on this machine."""
+        return self.options.workers or max(1, usable_cores() // cores)
+
+    def _room(self, cores: int, gpus: int) -> int:
+        """Returns the number of workers; raises UsageError where there is no room for them."""
+        room, wanted = room_for(self._ray.nodes(), cores, gpus), self.options.workers
+        if room < (wanted or 1):
+            needed = f"{counted(cores, 'CPU')}{' and a GPU' if gpus else ''}"
+            raise UsageError(
+                f"the Ray cluster has room for {counted(room, 'worker')} of {needed}, not for "
+                f"{wanted or 1}; lower --workers, --replicas or --threads, or add machines"
+            )
+        return wanted or room
 
 
-def require_listening(address: str) -> None:
-    """Checks that something listens at `HOST:PORT`: Ray itself asks again for minutes.
+def require_cluster(address: str, seconds: float = 10.0) -> None:
+    """Checks that a Ray cluster answers at `HOST:PORT`: Ray itself asks again for minutes.
 
     Raises:
-        InputError: Nothing does.
+        InputError: None does.
     """
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdecimal():  # "auto" and "local" are Ray's to find
         return
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=seconds) as server:
+            if os.environ.get("RAY_USE_TLS", "0") == "0":
+                server.sendall(_HELLO)
+                if server.recv(9, socket.MSG_WAITALL)[3:4] != b"\x04":
+                    raise ConnectionError("the server there is not Ray's")
     except (OSError, OverflowError) as error:
         raise InputError(
             f"there is no Ray cluster at {address}: {error}; `ray start --head` tells the address"
@@ -174,17 +214,53 @@ def room_for(nodes: Sequence[Mapping[str, Any]], cores: int, gpus: int) -> int:
     )
 
 
+def resources(ray: Any) -> str:
+    """Returns a sentence on the free CPUs and GPUs of a cluster, and on lost machines."""
+    free, whole = ray.available_resources(), ray.cluster_resources()
+    names = [name for name in ("CPU", "GPU") if name in whole]
+    told = " and ".join(f"{free.get(name, 0):g} of {whole[name]:g} {name}s" for name in names)
+    lost = [node["NodeManagerHostname"] for node in ray.nodes() if not node["Alive"]]
+    gone = f"; lost: {', '.join(sorted(set(lost)))}" if lost else ""
+    return f"Ray has {told or 'no CPUs'} free{gone}"
+
+
+class _Apart(io.TextIOBase):
+    """Standard output, but what Ray's threads print goes to a log."""
+
+    def __init__(self, log: IO[str]) -> None:
+        self._log, self._out = log, sys.stdout
+
+    def write(self, text: str) -> int:
+        of_ray = threading.current_thread().name.startswith("ray_")
+        return (self._log if of_ray else self._out).write(text)
+
+    def flush(self) -> None:
+        self._out.flush()
+
+
 @contextlib.contextmanager
-def _hushed() -> Iterator[None]:
-    """Drops the output of C++ code on stderr, where Ray prints its log level."""
-    kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+def _logged(log: IO[str]) -> Iterator[None]:
+    """Has Ray's loggers write to a log."""
+    logger, handler = logging.getLogger("ray"), logging.StreamHandler(log)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    kept, logger.handlers = logger.handlers, [handler]
     try:
-        os.dup2(null, 2)
         yield
+    finally:
+        logger.handlers = kept
+
+
+@contextlib.contextmanager
+def _apart(log: IO[str]) -> Iterator[None]:
+    """Has all output go to a log, on stderr that of C++ code too."""
+    kept = os.dup(2)
+    try:
+        os.dup2(log.fileno(), 2)
+        with contextlib.redirect_stdout(log):
+            yield
     finally:
         os.dup2(kept, 2)
         os.close(kept)
-        os.close(null)
 
 
 def _needs(job: Job) -> tuple[int, int]:
@@ -201,7 +277,9 @@ class RayCrew:
         """Asks Ray for workers."""
         self._ray, self._make, self._calls = ray, make, dict[Any, Call]()
         self._workers = [make() for _ in range(workers)]
-        errors = ray.exceptions
+        errors, own = ray.exceptions, ray.get_runtime_context()
+        self._head, self._node, self._looked = own.gcs_address, own.get_node_id(), time.monotonic()
+        self._seen = math.inf  # a client of Ray may never reach the head
         self._lost = (errors.RayActorError, errors.OutOfMemoryError, errors.NodeDiedError)
 
     def __len__(self) -> int:
@@ -214,15 +292,31 @@ class RayCrew:
 
     def resources(self) -> str:
         """Returns a sentence on the free CPUs and GPUs of the cluster, and on lost machines."""
-        free, whole = self._ray.available_resources(), self._ray.cluster_resources()
-        names = [name for name in ("CPU", "GPU") if name in whole]
-        told = " and ".join(f"{free.get(name, 0):g} of {whole[name]:g} {name}s" for name in names)
-        lost = [node["NodeManagerHostname"] for node in self._ray.nodes() if not node["Alive"]]
-        gone = f"; lost: {', '.join(sorted(set(lost)))}" if lost else ""
-        return f"Ray has {told or 'no CPUs'} free{gone}"
+        return resources(self._ray)
+
+    def require_alive(self, now: float) -> None:
+        """Raises InputError where Ray has gone away, and would tell nothing or wait for ever."""
+        try:
+            require_cluster(self._head, _LOOK_EVERY)
+        except InputError as error:
+            if now - self._seen >= _PATIENCE:
+                raise InputError(
+                    f"the head of the Ray cluster at {self._head} has gone away: "
+                    f"{error.__cause__}; run the command again once it is back"
+                ) from error
+            return
+        self._seen = now
+        if not any(node["NodeID"] == self._node and node["Alive"] for node in self._ray.nodes()):
+            raise InputError(
+                "Ray has ended on the machine of this command, and its workers with it; start Ray "
+                "again with `ray start`, then run the command again"
+            )
 
     def returned(self, seconds: float) -> Iterator[Call]:
         """Yields the calls that have returned, after so many seconds at most."""
+        if (now := time.monotonic()) - self._looked >= _LOOK_EVERY:
+            self._looked = now
+            self.require_alive(now)
         ready, _ = self._ray.wait([*self._calls], num_returns=1, timeout=seconds)
         if ready:
             ready, _ = self._ray.wait([*self._calls], num_returns=len(self._calls), timeout=0)

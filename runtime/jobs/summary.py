@@ -37,6 +37,8 @@ class Tally:
             begins alike. Depends on the batches, as the speed does.
         special_texts: Rows with text that looks like a special token of the model's tokenizer.
         bad_rows: Rows with an error.
+        repeated_ids: Requests with the custom_id of an earlier one of their chunk.
+        first_repeated_id: The first such id.
     """
 
     rows: int = 0
@@ -51,6 +53,8 @@ class Tally:
     shared_prompt_tokens: int = 0
     special_texts: int = 0
     bad_rows: int = 0
+    repeated_ids: int = 0
+    first_repeated_id: str = ""
 
     @classmethod
     def of(
@@ -87,11 +91,13 @@ class Tally:
             self.errors[kind] = self.errors.get(kind, 0) + count
         for name in _SUMS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.first_error = self.first_error or other.first_error
+        for name in _FIRSTS:
+            setattr(self, name, getattr(self, name) or getattr(other, name))
 
 
-# Fields of a tally that add up.
-_SUMS = [field.name for field in fields(Tally) if field.name not in ("errors", "first_error")]
+# Fields of a tally that keep their first value, and fields that add up.
+_FIRSTS = ("first_error", "first_repeated_id")
+_SUMS = [field.name for field in fields(Tally) if field.name not in ("errors", *_FIRSTS)]
 
 
 @dataclass
@@ -125,7 +131,7 @@ class Summary(Tally):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the record of OUT.summary.json: counts, rates per second, `marks` and `made`."""
-        seconds = max(self.seconds, 1e-9)
+        seconds, ids = max(self.seconds, 1e-9), ("repeated_ids", "first_repeated_id")
         return {
             "rows": self.rows,
             "bad_rows": self.bad_rows,
@@ -141,6 +147,7 @@ class Summary(Tally):
             "rows_per_second": round(self.rows / seconds, 1),
             "target_tokens_per_second": round(self.target_tokens / seconds, 1),
             "resumed": self.resumed,
+            **{name: getattr(self, name) for name in ids if self.repeated_ids},
             **self.marks(),
             **self.made,
         }

@@ -139,32 +139,6 @@ class Seen:
         return False
 
 
-class RepeatedIds:
-    """Counts the rows whose id an earlier row has.
-
-    Attributes:
-        count: Number of these rows.
-        first: The first id that comes again.
-    """
-
-    def __init__(self) -> None:
-        self.count, self.first = 0, ""
-
-    def watch(self, rows: Iterable[Any]) -> Iterator[Any]:
-        """Passes rows on, and counts from 0."""
-        self.count, self.first = 0, ""
-        seen = Seen()
-        for row in rows:
-            if seen.again(row.id):
-                self.count += 1
-                self.first = self.first or str(row.id)
-            yield row
-
-    def tally(self) -> dict[str, Any]:
-        """Returns the counts for a summary."""
-        return {"repeated_ids": self.count, "first_repeated_id": self.first} if self.count else {}
-
-
 def parse_request(line: Mapping[str, Any]) -> Request | RowError:
     """Returns the request of a line, or the error of a line that holds no request."""
     custom_id, url, body = (line.get(name) for name in ("custom_id", "url", "body"))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -94,6 +95,31 @@ class Echo(Engine):
             second = TextHypothesis((8, 9), -1.0, -0.5, "length", text[::-1])
             found = (best, second)[: options.n_best if options else 1]
             yield GenerationResult(text, length, found)
+
+
+class Deadly(Echo):
+    """Kills its own process at the row "deadly", as a machine that goes away would.
+
+    Attributes:
+        spared: File that marks a first time, after which it stops.
+    """
+
+    def __init__(self, spared: Path | None = None, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.spared = spared
+
+    def generate(
+        self, texts: Iterable[Any], *arguments: Any, **named: Any
+    ) -> Results[GenerationResult]:
+        def watched() -> Iterator[str | RowError]:
+            for text in texts:
+                if text == "deadly" and not (self.spared and self.spared.exists()):
+                    if self.spared:
+                        self.spared.touch()
+                    os.kill(os.getpid(), signal.SIGKILL)
+                yield text
+
+        return super().generate(watched(), *arguments, **named)
 
 
 def computed_rows(computed: Path) -> list[int]:

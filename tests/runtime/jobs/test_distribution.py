@@ -5,10 +5,14 @@ import json
 import os
 import random
 import shutil
-import socket
-from collections.abc import Callable
+import socketserver
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pyarrow
 import pyarrow.parquet
@@ -34,7 +38,7 @@ from transferry.runtime.jobs.job_options import JobOptions
 from transferry.runtime.jobs.journal import Chunk, Journal, parts_of
 from transferry.runtime.jobs.merge import merge
 from transferry.runtime.jobs.plan import Plan
-from transferry.runtime.jobs.ray_job import require_listening, room_for
+from transferry.runtime.jobs.ray_job import RayCrew, require_cluster, room_for
 from transferry.runtime.jobs.summary import Summary, summary_path
 
 
@@ -204,6 +208,8 @@ def test_a_stall_is_told(tmp_path: Path) -> None:
     assert [stall(at, 0) for at in (1000.0, 1059.0)] == ["", ""]
     assert stall(1061, 0) == "no row for 0:01:01 with 0 of 3 workers at work; nothing is free"
     assert [stall(at, 1) for at in (1062.0, 1120.0)] == ["", ""], "a row came"
+    with pytest.raises(InputError, match=r"^no row for 0:15:00 with 0 of 3 .* is free\. Run the"):
+        stall(1962.0, 1)
 
 
 def test_a_worker_needs_room_on_one_machine() -> None:
@@ -250,12 +256,53 @@ def test_folders_of_several_jobs_are_merged(tmp_path: Path) -> None:
         merge(parts, tmp_path / "again.jsonl")
 
 
-def test_an_address_where_nothing_listens_is_refused() -> None:
+@contextmanager
+def server(answer: bytes) -> Iterator[str]:
+    """A server that answers each connection so; yields its address."""
+
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            self.request.recv(99)
+            self.request.sendall(answer)
+
+    with socketserver.TCPServer(("127.0.0.1", 0), Handler) as listening:
+        threading.Thread(target=listening.serve_forever, args=(0.01,)).start()
+        yield f"127.0.0.1:{listening.server_address[1]}"
+        listening.shutdown()
+
+
+# The first frame of a server of HTTP/2: its settings.
+SETTINGS = bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+
+
+def test_an_address_that_is_not_of_ray_is_refused() -> None:
     """Ray itself asks such an address again for minutes."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        address = f"127.0.0.1:{listening.getsockname()[1]}"
+    with server(SETTINGS) as address:
         for each in (address, f"ray://{address}", "auto", "local"):
-            require_listening(each)
+            require_cluster(each)
     for each in (address, f"ray://{address}", "127.0.0.1:99999"):
         with pytest.raises(InputError, match=f"there is no Ray cluster at {each}: "):
-            require_listening(each)
+            require_cluster(each)
+    with (
+        server(b"HTTP/1.0 505 No\r\n") as other,
+        pytest.raises(InputError, match=rf"cluster at {other}: the server there is not Ray's"),
+    ):
+        require_cluster(other)
+
+
+def test_a_cluster_that_has_gone_away_ends_the_job() -> None:
+    """Ray would end this process without a word, or wait for ever."""
+    nodes = [{"NodeID": "here", "Alive": True}, {"NodeID": "there", "Alive": False}]
+    with server(SETTINGS) as address:
+        own = SimpleNamespace(gcs_address=address, get_node_id=lambda: "here")
+        ray = SimpleNamespace(
+            get_runtime_context=lambda: own, nodes=lambda: nodes, exceptions=MagicMock()
+        )
+        crew = RayCrew(ray, object, 2)
+        crew.require_alive(1000.0)
+        nodes[0]["Alive"] = False
+        with pytest.raises(InputError, match="Ray has ended on the machine of this command"):
+            crew.require_alive(1000.0)
+    crew.require_alive(1029.0)
+    with pytest.raises(InputError, match=rf"head of the Ray cluster at {address} has gone away: "):
+        crew.require_alive(1030.0)

@@ -3,11 +3,10 @@
 import gzip
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,8 @@ import pytest
 
 from tests.commands import PATIENCE, call, done
 from tests.runtime.jobs import helpers
-from tests.runtime.jobs.helpers import Echo, computed_rows, make_job, run, write_rows
+from tests.runtime.jobs.helpers import Deadly, Echo, computed_rows, make_job, run, write_rows
 from transferry.build_model.train.corpus import builtin_pairs
-from transferry.runtime.engine.result import Results, RowError
-from transferry.runtime.engine.tasks.generate import GenerationResult
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.jobs.distribution import MOST_TRIES
 from transferry.runtime.jobs.job import Job
@@ -33,31 +30,6 @@ os.environ.update(ENVIRONMENT)
 ray = pytest.importorskip("ray", reason="ray is absent; `make test-all` installs it")
 pytestmark = pytest.mark.optional("ray")
 ROWS = 20
-
-
-class Deadly(Echo):
-    """Kills its own process at the row "deadly", as a machine that goes away would.
-
-    Attributes:
-        spared: File that marks a first time, after which it stops.
-    """
-
-    def __init__(self, spared: Path | None = None, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.spared = spared
-
-    def generate(
-        self, texts: Iterable[Any], *arguments: Any, **named: Any
-    ) -> Results[GenerationResult]:
-        def watched() -> Iterator[str | RowError]:
-            for text in texts:
-                if text == "deadly" and not (self.spared and self.spared.exists()):
-                    if self.spared:
-                        self.spared.touch()
-                    os.kill(os.getpid(), signal.SIGKILL)
-                yield text
-
-        return super().generate(watched(), *arguments, **named)
 
 
 @pytest.fixture(scope="module", autouse=True)
