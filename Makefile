@@ -89,7 +89,7 @@ js: $(PACKAGES)
 # `npm install --no-save` of a peer dependency removes it.
 $(PACKAGES): js/package.json
 	rm -rf js/node_modules
-	cd js && npm install --no-save --no-package-lock --ignore-scripts onnxruntime-node onnxruntime-web esbuild typescript vite webpack
+	cd js && npm install --no-save --no-package-lock --ignore-scripts onnxruntime-node onnxruntime-web sentencex-wasm @huggingface/jinja esbuild typescript vite webpack
 	touch $@
 
 docs: setup

@@ -17,6 +17,7 @@ from transferry.runtime.console.shared_options import (
     explicit,
     option,
 )
+from transferry.runtime.errors import UsageError
 
 
 @command(
@@ -102,8 +103,9 @@ def export(
     own = names_function(str(checkpoint))
     if own and "variants" not in explicit(click.get_current_context()):
         variants = ()  # fusion knows the reference's modules
-    for name in variants:
-        recipe_of(name, calibrated=calibrate is not None)
+    recipes = [recipe_of(name, calibrated=calibrate is not None) for name in variants]
+    if calibrate and not any(recipe.precision.calibrated for recipe in recipes):
+        raise UsageError("--calibrate has no effect without --variant cpu-int8; add it")
     require_replaceable(out, force=force)
     imports = is_pretrained(checkpoint)
     texts = some_lines(text) if text else None

@@ -61,6 +61,7 @@ export class Bundle {
     if (!tokenizer) {
       for (const name of tokenizerFiles(settings)) contents[name] = await bundle.read(name, undefined, { signal });
     }
+    bundle.settings = settings;
     bundle.tokenizer = openTokenizer(settings, contents, tokenizer);
     const size = manifest.model.vocabulary_size;
     if (bundle.tokenizer.vocabularySize !== size) {
@@ -93,6 +94,13 @@ export class Bundle {
       );
     }
     return content;
+  }
+
+  /** Returns the chat template as `encodeChat` takes it; null without one. */
+  async chat(render) {
+    if (!this.settings.chat) return null;
+    const source = new TextDecoder().decode(await this.read("chat_template.jinja"));
+    return { source, ...this.settings.chat, render };
   }
 
   /**

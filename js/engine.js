@@ -18,17 +18,20 @@ import { score } from "./tasks/score.js";
 // Options of a row, and of each task besides.
 const ROW = ["longRows", "signal"];
 const LANGUAGES = ["sourceLanguage", "targetLanguage"];
-const LOADING = ["variant", "device", "ort", "session", "progress", "tokenizer", "specialTokens", "signal"];
+const LOADING = ["variant", "device", "ort", "session", "progress", "tokenizer", "specialTokens", "sentences", "chat", "signal"];
+const GENERATING = ["error", "truncate", "split"];
 
 /** A bundle with its graphs open. */
 export class Engine {
   #closed = null;
 
   /** @private use `Engine.load` */
-  constructor(bundle, ort, graphs) {
+  constructor(bundle, ort, graphs, { sentences, chat }) {
     this.bundle = bundle;
     this.ort = ort;
     this.graphs = graphs;
+    this.sentences = sentences;
+    this.chat = chat;
     this.decoder = "decoder" in graphs ? new Decoder(ort, graphs, bundle.manifest.model) : null;
     this.encoder = new Encoder(ort, graphs);
     this.positions = bundle.manifest.model.max_positions;
@@ -41,8 +44,9 @@ export class Engine {
    * @param {object} [options] variant: "portable" by default; device: see `loadOnnxRuntime`; ort:
    *   onnxruntime in place of it; session: its session options; progress: called with bytes read,
    *   bytes in all, and the file, its size and the bytes read of it; tokenizer: see `Bundle.open`;
-   *   specialTokens: meaning of text such as "</s>": "as-text" by default, or "as-tokens"; signal: an
-   *   AbortSignal
+   *   specialTokens: meaning of text such as "</s>": "as-text" by default, or "as-tokens"; sentences:
+   *   a function from a text to its sentences, for longRows "split"; chat: a function from a chat
+   *   template and its variables to text; signal: an AbortSignal
    * @returns {Promise<Engine>}
    */
   static async load(place, options = {}) {
@@ -80,7 +84,8 @@ export class Engine {
       for (const graph of Object.values(graphs)) await graph.close();
       throw error;
     }
-    return new Engine(bundle, ort, graphs);
+    const chat = options.chat && (await bundle.chat(options.chat));
+    return new Engine(bundle, ort, graphs, { ...options, chat });
   }
 
   /** Returns the tasks of the bundle. */
@@ -104,35 +109,35 @@ export class Engine {
   /**
    * Generates an answer to each text, in order.
    *
-   * @param {Iterable | AsyncIterable} texts texts, or lists of token ids that the model reads
+   * @param {Iterable | AsyncIterable} texts texts, lists of messages, or lists of token ids that the model reads
    * @param {object} [values] fields of the generation options
    * @param {object} [how] firstRow, batch (rows at a time, 1 by default), longRows, sourceLanguage,
    *   targetLanguage, signal
    */
   async *generate(texts, values = {}, how = {}) {
-    this.#check(how, ["firstRow", "batch", ...LANGUAGES]);
+    this.#check(how, ["firstRow", "batch", ...LANGUAGES], GENERATING);
     const { firstRow: first = 0, batch, ...rest } = how;
     let row = checkRow(first, "firstRow");
     for await (const rows of batches(texts, batch)) {
-      this.#check(rest, LANGUAGES);
+      this.#check(rest, LANGUAGES, GENERATING);
       this.#requireDecoder();
       const options = this.options(values);
-      const rounds = rows.length > 1 ? new Rounds(this.decoder, rows.length) : this.decoder;
-      const engine = Object.create(this, { decoder: { value: rounds } });
-      yield* await Promise.all(
-        rows.map(async (text) => {
-          const steps = generate(engine, text, options, { ...rest, row: row++ });
-          try {
-            let step;
-            do step = await steps.next();
-            while (!step.done);
-            return step.value;
-          } finally {
-            rounds.leave?.();
-          }
-        }),
-      );
+      yield* await this.#together(rows, async (engine, text) => {
+        const steps = generate(engine, text, options, { ...rest, row: row++ });
+        let step;
+        do step = await steps.next();
+        while (!step.done);
+        return step.value;
+      });
     }
+  }
+
+  /** Answers rows side by side, so that the steps of their decoders share runs. */
+  #together(rows, answer) {
+    if (rows.length === 1 || !this.decoder) return Promise.all(rows.map((row) => answer(this, row)));
+    const rounds = new Rounds(this.decoder, rows.length);
+    const engine = Object.create(this, { decoder: { value: rounds } });
+    return Promise.all(rows.map((row) => answer(engine, row).finally(() => rounds.leave())));
   }
 
   #requireDecoder() {
@@ -149,7 +154,7 @@ export class Engine {
    * @param {object} [how] see tasks/generate.js
    */
   async *stream(text, values = {}, how = {}) {
-    this.#check(how, ["row", ...LANGUAGES]);
+    this.#check(how, ["row", ...LANGUAGES], GENERATING);
     checkRow(how.row ?? 0, "row");
     this.#requireDecoder();
     return yield* generate(this, text, this.options(values), how);
@@ -157,7 +162,7 @@ export class Engine {
 
   /** Scores pairs of source and target, or texts, in order; see tasks/score.js. */
   score(rows, options) {
-    return this.#each(score, rows, options, LANGUAGES);
+    return this.#each(score, rows, options, [...LANGUAGES, "batch"]);
   }
 
   /** Fills the masks of each text, in order; see tasks/fill_mask.js. */
@@ -196,14 +201,14 @@ export class Engine {
     for await (const each of batches(rows, batch)) {
       this.#check({ signal });
       // Rows that are begun together reach the encoder together.
-      yield* await Promise.all(each.map((row) => task(this, row, rest)));
+      yield* await this.#together(each, async (engine, row) => task(engine, row, rest));
     }
   }
 
   /** Throws for options that do not exist, an aborted signal, and a closed engine. */
-  #check(how, names = []) {
+  #check(how, names = [], longRows) {
     checkNames(how, [...ROW, ...names]);
-    checkLongRows(how.longRows);
+    checkLongRows(how.longRows, longRows);
     how.signal?.throwIfAborted();
     if (this.#closed) throw new UsageError("the engine is closed; load the bundle again");
   }

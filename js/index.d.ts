@@ -129,7 +129,7 @@ export function uniforms(
 ): Generator<number, never>;
 
 export interface RowError {
-  kind: "lines" | "empty" | "tokenizer" | "too-long" | "too-short" | "no-mask" | "not-finite";
+  kind: "lines" | "prompt" | "empty" | "tokenizer" | "too-long" | "too-short" | "no-mask" | "not-finite";
   message: string;
 }
 export interface Answer {
@@ -201,6 +201,16 @@ export interface RowOptions {
   longRows?: "error" | "truncate";
   signal?: AbortSignal;
 }
+export interface GenerationRowOptions extends Languages {
+  /** "split" answers a text of an encoder-decoder in pieces; see `sentences` of LoadOptions. */
+  longRows?: "error" | "truncate" | "split";
+  signal?: AbortSignal;
+}
+export interface Message {
+  role: string;
+  content: string | null;
+  [key: string]: unknown;
+}
 export interface Languages {
   sourceLanguage?: string;
   targetLanguage?: string;
@@ -231,6 +241,10 @@ export interface LoadOptions {
   tokenizer?: OtherTokenizer;
   /** Meaning of text that looks like a special token. Default: "as-text". */
   specialTokens?: "as-text" | "as-tokens";
+  /** Splits a text into sentences that are the text together. */
+  sentences?: (text: string) => string[];
+  /** Renders a chat template with its variables, for messages in place of a text. */
+  chat?: (template: string, variables: Record<string, unknown>) => string;
   signal?: AbortSignal;
 }
 
@@ -240,19 +254,19 @@ export class Engine {
   readonly tasks: Task[];
   options(values?: Partial<GenerationOptions>): GenerationOptions;
   generate(
-    texts: Several<string | number[]>,
+    texts: Several<string | Message[] | number[]>,
     options?: Partial<GenerationOptions>,
-    how?: RowOptions & Languages & Batches & { firstRow?: number },
+    how?: GenerationRowOptions & Batches & { firstRow?: number },
   ): AsyncGenerator<GenerationRecord, void>;
   /** Yields the text as it grows; returns the record. */
   stream(
-    text: string | number[],
+    text: string | Message[] | number[],
     options?: Partial<GenerationOptions>,
-    how?: RowOptions & Languages & { row?: number },
+    how?: GenerationRowOptions & { row?: number },
   ): AsyncGenerator<{ text: string; tokens: number[] }, GenerationRecord>;
   score(
     rows: Several<string | [string, string]>,
-    options?: RowOptions & Languages,
+    options?: RowOptions & Languages & Batches,
   ): AsyncGenerator<ScoreRecord, void>;
   classify(
     rows: Several<string | [string, string]>,

@@ -21,8 +21,9 @@ export async function pipeline(task, place, options) {
   const method = task.replace(/-./, (found) => found[1].toUpperCase());
   const pairs = task === "rank" || (task === "score" && engine.decoder.hasEncoder);
   const answer = async (rows, ...rest) => {
-    // One row may be a list itself: token ids, or a pair of texts.
-    const isRow = typeof rows?.[0] === "number" || (pairs && typeof rows?.[0] === "string");
+    // One row may be a list itself: token ids, messages, or a pair of texts.
+    const first = rows?.[0];
+    const isRow = typeof first === "number" || (pairs && typeof first === "string") || (first && "role" in Object(first));
     const several = Array.isArray(rows) && !isRow;
     const records = [];
     for await (const record of engine[method](several ? rows : [rows], ...rest)) records.push(record);

@@ -13,6 +13,11 @@ export class RowError extends Error {
   }
 }
 
+/** Its text has more tokens than the model has positions. */
+class TooLong extends RowError {
+  cut = true;
+}
+
 /**
  * Returns the token ids of a text for a model, special tokens included.
  *
@@ -68,7 +73,7 @@ export function requireText(text) {
 }
 
 export function tooLong(tokens, positions, about = "") {
-  return new RowError(
+  return new TooLong(
     "too-long",
     `${about}${tokens} tokens, but the model has ${positions} positions; shorten or split the text`,
     tokens,
@@ -84,11 +89,10 @@ export function isBlank(text) {
   return BLANK.test(text);
 }
 
-/** Throws UsageError for a treatment of long rows that is not possible here. */
-export function checkLongRows(longRows) {
-  if (longRows === "split") throw new UsageError('longRows "split" needs the Python engine; give each sentence a row');
-  if (![undefined, "error", "truncate"].includes(longRows)) {
-    throw new UsageError(`longRows must be error or truncate, found ${longRows}`);
+/** Throws UsageError for a treatment of long rows that a task does not have. */
+export function checkLongRows(longRows, known = ["error", "truncate"]) {
+  if (![undefined, ...known].includes(longRows)) {
+    throw new UsageError(`longRows must be ${known.join(" or ")}, found ${longRows}`);
   }
 }
 

@@ -5,7 +5,10 @@ import shutil
 from pathlib import Path
 
 PACKAGES = Path(__file__).resolve().parent.parent / "js" / "node_modules"
-NPM = ("onnxruntime-node", "onnxruntime-web", "esbuild", "typescript", "vite", "webpack")
+NPM = (
+    *("onnxruntime-node", "onnxruntime-web", "sentencex-wasm", "@huggingface/jinja"),
+    *("esbuild", "typescript", "vite", "webpack"),
+)
 # Programs, with other names of the same one.
 PROGRAMS = {
     "node": ("node",),

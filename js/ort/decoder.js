@@ -101,7 +101,7 @@ export class Decoder {
   }
 
   /**
-   * Reads one token a row, or several of one row.
+   * Reads one token a row.
    *
    * @param {number[]} tokens
    * @param {object} state
@@ -112,13 +112,19 @@ export class Decoder {
     return made;
   }
 
-  /** Makes a step of several states with as many columns in one run, see `step`. */
+  /** Reads tokens of one row; no step follows. */
+  async read(tokens, state) {
+    return (await this.step(tokens, state)).logits;
+  }
+
+  /** Makes a step of several states with as many columns in one run; rows of tokens get one width. */
   async stepAll(all) {
     const states = all.map(({ state }) => state);
     const [{ cross, size, own }] = states;
     const lengths = states.flatMap(({ rows, length }) => Array(rows).fill(length));
-    const tokens = all.flatMap((each) => each.tokens);
-    const width = tokens.length / lengths.length;
+    const width = Math.max(...all.map((each) => each.tokens.length / each.state.rows));
+    // No token sees those after it.
+    const tokens = all.flatMap((each) => [...each.tokens, ...Array(width * each.state.rows - each.tokens.length).fill(0)]);
     const past = this.#joined(states.map((state) => state.past));
     const inputs = { target: [tensor(this.ort, "int64", tokens, [lengths.length, width])], past };
     if (cross) {
@@ -135,7 +141,7 @@ export class Decoder {
         scores.data.subarray((row + place) * this.vocabulary, (row + place + 1) * this.vocabulary),
       );
       const part = all.length > 1 ? present.map((value) => this.#part(value, first, state.rows)) : present;
-      row += given.length;
+      row += width * state.rows;
       first += state.rows;
       return { logits, state: { ...state, past: part, own: own + width } };
     });

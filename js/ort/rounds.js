@@ -27,6 +27,16 @@ export class Rounds {
   }
 
   /** See decoder.js. */
+  begin() {
+    return this.decoder.begin();
+  }
+
+  /** See decoder.js. */
+  read(tokens, state) {
+    return this.#next(`read ${state.size}`, { tokens, state });
+  }
+
+  /** See decoder.js. */
   select(state, rows) {
     return this.decoder.select(state, rows);
   }
@@ -53,7 +63,7 @@ export class Rounds {
       const inputs = all.map(({ input }) => input);
       try {
         const made = kind === "start" ? await this.decoder.startAll(inputs) : await this.decoder.stepAll(inputs);
-        all.forEach(({ resolve }, place) => resolve(made[place]));
+        all.forEach(({ resolve }, place) => resolve(kind.startsWith("read") ? made[place].logits : made[place]));
       } catch (error) {
         for (const { reject } of all) reject(error);
       }

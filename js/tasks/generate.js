@@ -4,9 +4,11 @@ import { room } from "../decoding/options.js";
 import { search } from "../decoding/search.js";
 import { UsageError } from "../errors.js";
 import { encodeRow, finite, isBlank, notFinite, RowError, tooLong } from "../rows.js";
+import { encodeChat, pythonJson } from "../tokenizer/chat.js";
+import { pieces } from "./pieces.js";
 
-// Difference of the rows that seed neighbouring lines, as in Python.
-const LINE = 1n << 40n;
+// Difference of the rows that seed neighbouring pieces, as in Python.
+const PIECE = 1n << 40n;
 
 /**
  * Generates an answer to one text; yields its text as it grows, and returns the record.
@@ -14,13 +16,14 @@ const LINE = 1n << 40n;
  * With `split_lines`, the default of encoder-decoders, each line is answered on its own.
  *
  * @param {object} engine see engine.js
- * @param {string | number[]} text
+ * @param {string | number[] | object[]} text or token ids, or messages
  * @param {object} options all generation options
- * @param {object} how row: number that seeds samples; longRows: "error" or "truncate";
+ * @param {object} how row: number that seeds samples; longRows: "error", "truncate" or "split";
  *   sourceLanguage, targetLanguage: names of the tokenizer's languages
  */
 export async function* generate(engine, text, options, how) {
   const { decoder, positions } = engine;
+  checkSplit(engine, options, how);
   if (options.max_length > positions) {
     throw new UsageError(
       `max_length is ${options.max_length}, but the model has ${positions} positions; lower max_length`,
@@ -29,7 +32,7 @@ export async function* generate(engine, text, options, how) {
   if (options.split_lines && !decoder.hasEncoder) {
     throw new UsageError("a prompt may hold line breaks, so split_lines needs an encoder-decoder");
   }
-  const source = Array.isArray(text) ? JSON.stringify(text) : text;
+  const source = Array.isArray(text) ? pythonJson(text) : text;
   const splits = typeof text === "string" && (options.split_lines ?? decoder.hasEncoder);
   const { lines, around } = splits ? cutLines(text) : { lines: [], around: [] };
   try {
@@ -41,8 +44,8 @@ export async function* generate(engine, text, options, how) {
       );
     }
     const answer = lines.length
-      ? yield* answerLines(engine, lines, around, options, how)
-      : yield* answerText(engine, text, options, how);
+      ? yield* answerPieces(engine, lines, around, options, how, answerWhole)
+      : yield* answerWhole(engine, text, options, how);
     return recordOf(source, answer, options);
   } catch (error) {
     if (!(error instanceof RowError)) throw error;
@@ -50,22 +53,58 @@ export async function* generate(engine, text, options, how) {
   }
 }
 
-/** Answers the lines of a text one by one, and joins the answers as Python does. */
-async function* answerLines(engine, lines, around, options, how) {
+function checkSplit({ decoder, sentences }, { n_best: best }, { longRows }) {
+  if (longRows !== "split") return;
+  const conflict = best > 1 ? `n_best=${best}` : decoder.hasEncoder ? "" : "a decoder-only bundle";
+  if (conflict) {
+    throw new UsageError(
+      `longRows=split and ${conflict} exclude each other: only single answers of an encoder-decoder are ` +
+        "joined; choose longRows=truncate or longRows=error",
+    );
+  }
+  if (!sentences) {
+    throw new UsageError("longRows=split needs sentences, a function from a text to its sentences; give it to Engine.load");
+  }
+}
+
+/** Answers a text, or its pieces where it is too long and is to be split. */
+async function* answerWhole(engine, text, options, how) {
+  const { longRows, ...rest } = how;
+  if (longRows !== "split") return yield* answerText(engine, text, options, how);
+  try {
+    return yield* answerText(engine, text, options, rest);
+  } catch (error) {
+    if (!(error instanceof RowError && error.cut && typeof text === "string")) throw error;
+  }
+  const parts = pieces(engine, text);
+  if (parts.length === 1) return yield* answerText(engine, parts[0], options, rest);
+  return yield* answerPieces(engine, parts, null, options, rest, answerText);
+}
+
+/**
+ * Answers the lines or pieces of a text one by one, and joins the answers as Python does.
+ *
+ * @param {string[] | null} around text before, between and after them; null is a blank between
+ *   answers that are not empty
+ */
+async function* answerPieces(engine, parts, around, options, how, answer) {
   const answers = [];
   const errors = [];
   const row = BigInt(how.row ?? 0);
-  let before = around[0];
+  const joined = (text) => {
+    const texts = [...answers.map(({ found: [first] }) => first.text), text];
+    if (!around) return texts.filter(Boolean).join(" ");
+    return texts.map((each, place) => around[place] + each).join("");
+  };
   let written = [];
-  for (const [place, line] of lines.entries()) {
+  for (const [place, part] of parts.entries()) {
     try {
-      const steps = answerText(engine, line, options, place ? { ...how, row: row + BigInt(place) * LINE } : how);
+      const steps = answer(engine, part, options, place ? { ...how, row: row + BigInt(place) * PIECE } : how);
       let step;
       while (!(step = await steps.next()).done) {
-        yield { text: before + step.value.text, tokens: [...written, ...step.value.tokens] };
+        yield { text: joined(step.value.text), tokens: [...written, ...step.value.tokens] };
       }
       answers.push(step.value);
-      before += step.value.found[0].text + around[place + 1];
       written = [...written, ...step.value.found[0].tokens];
     } catch (error) {
       if (!(error instanceof RowError)) throw error;
@@ -76,25 +115,24 @@ async function* answerLines(engine, lines, around, options, how) {
   const read = sum([...answers, ...errors.map(([, error]) => error)].map((each) => each.tokens));
   if (errors.length) {
     const [[place, error]] = errors;
-    const where = lines.length > 1 ? `piece ${place} of ${lines.length}: ` : "";
+    const where = parts.length > 1 ? `piece ${place} of ${parts.length}: ` : "";
     throw new RowError(error.kind, where + error.message, read);
   }
-  if (lines.length === 1) {
-    const [answer] = answers;
-    const found = answer.found.map((one) => ({ ...one, text: around[0] + one.text + around[1] }));
-    return { ...answer, found };
+  if (parts.length === 1) {
+    const found = answers[0].found.map((one) => ({ ...one, text: around[0] + one.text + around[1] }));
+    return { ...answers[0], found };
   }
   const best = answers.map(({ found: [first] }) => first);
   const lengths = best.map(({ tokens, reason }) => tokens.length + (reason === "end" ? 1 : 0));
   const { length_penalty: penalty } = options;
   const total = sum(best.map(({ score }, place) => score * lengths[place] ** penalty));
-  const joined = {
+  const whole = {
     tokens: written,
-    text: before,
+    text: joined(""),
     score: total / sum(lengths) ** penalty,
     reason: ["length", "stop", "end"].find((reason) => best.some((one) => one.reason === reason)),
   };
-  return { tokens: read, truncated: answers.some(({ truncated }) => truncated), found: [joined] };
+  return { tokens: read, truncated: answers.some(({ truncated }) => truncated), found: [whole] };
 }
 
 /** Answers one text; returns the tokens read, whether it was truncated, and what was found. */
@@ -170,9 +208,10 @@ function encode(engine, text, longRows, reserve) {
   if (!Array.isArray(text)) {
     return encodeRow(text, engine.bundle.tokenizer, { positions, longRows, reserve });
   }
+  if (text.length && text.every((each) => each !== null && typeof each === "object")) return chatIds(engine, text);
   const size = engine.bundle.manifest.model.vocabulary_size;
   if (!text.every((id) => Number.isInteger(id) && id >= 0 && id < size)) {
-    throw new UsageError(`texts must be strings or lists of token ids from 0 to ${size - 1}`);
+    throw new UsageError(`texts must be strings, lists of messages, or lists of token ids from 0 to ${size - 1}`);
   }
   if (!text.length) throw new RowError("empty", "there are no tokens to work on");
   if (text.length <= positions) return { ids: text, truncated: false };
@@ -180,6 +219,15 @@ function encode(engine, text, longRows, reserve) {
     return { ids: engine.bundle.tokenizer.special.cut(text, positions - reserve), truncated: true };
   }
   throw tooLong(text.length, positions);
+}
+
+/** A chat ends with the turn to be answered, so it is never cut. */
+function chatIds({ bundle, chat, positions }, messages) {
+  if (!bundle.settings.chat) throw new UsageError("the bundle has no chat template; give texts or token ids");
+  if (!chat) throw new UsageError("messages need chat, a function that renders a template; give it to Engine.load");
+  const ids = encodeChat(messages, chat, bundle.tokenizer);
+  if (ids.length > positions) throw tooLong(ids.length, positions);
+  return { ids, truncated: false };
 }
 
 function recordOf(source, { tokens, truncated, found }, options) {

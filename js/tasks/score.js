@@ -29,7 +29,7 @@ export function score(engine, row, { longRows, sourceLanguage, targetLanguage } 
       : ofText(engine, source, longRows);
     const { ids, given, wanted, truncated } = request;
     const state = decoder.hasEncoder ? await decoder.start(ids) : await decoder.begin();
-    const { logits } = await decoder.step(given, state);
+    const logits = await decoder.read(given, state);
     const first = given.length - wanted.length;
     const values = wanted.map((token, place) => {
       const scores = logits[first + place];

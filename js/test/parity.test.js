@@ -5,11 +5,25 @@ import { readFileSync } from "node:fs";
 import test from "node:test";
 
 import { Bundle, Engine } from "../node.js";
+import { encodeChat } from "../tokenizer/chat.js";
 import { installed } from "./onnxruntime.js";
 
 const path = process.env.TRANSFERRY_CASES;
-const cases = path ? JSON.parse(readFileSync(path, "utf8")) : { answers: [], ids: [], refused: [] };
+const cases = path ? JSON.parse(readFileSync(path, "utf8")) : { answers: [], ids: [], refused: [], chats: [] };
+// Of a text, its sentences as Python's sentencex finds them.
+const sentences = await sentencex();
 const NONE = path ? false : "TRANSFERRY_CASES names no file; tests/js writes one";
+
+async function sentencex() {
+  try {
+    const { initSync, segment } = await import("sentencex-wasm");
+    initSync({ module: readFileSync(new URL("sentencex_wasm_bg.wasm", import.meta.resolve("sentencex-wasm"))) });
+    return (text) => segment("en", text);
+  } catch (error) {
+    if (error.code !== "ERR_MODULE_NOT_FOUND") throw error;
+    return undefined;
+  }
+}
 
 /** Asserts that two records are the same, numbers up to the rounding of sums. */
 function same(found, expected, where) {
@@ -28,20 +42,20 @@ for (const name of ["onnxruntime-node", "onnxruntime-web"]) {
     const session = name.endsWith("web") ? { executionProviders: ["wasm"] } : {};
     const engines = new Map();
     for (const { bundle, variant, task, method, options, texts, records } of cases.answers) {
+      const { longRows, ...values } = options;
+      const [given, how] = task === "generate" ? [[values], { longRows }] : [[], options];
       await context.test(`${task} ${JSON.stringify(options)}, ${variant}`, async () => {
         const key = `${bundle} ${variant}`;
-        if (!engines.has(key)) engines.set(key, await Engine.load(bundle, { ort, session, variant }));
+        if (!engines.has(key)) engines.set(key, await Engine.load(bundle, { ort, session, variant, sentences }));
         const found = [];
-        for await (const record of engines.get(key)[method](texts, options)) found.push(record);
+        for await (const record of engines.get(key)[method](texts, ...given, how)) found.push(record);
         assert.equal(found.length, records.length);
         records.forEach((record, row) => {
           same(JSON.parse(JSON.stringify(found[row])), record, `row ${row}`);
         });
-        if (task === "score") return;
         const batched = [];
         const stream = ReadableStream.from(texts);
-        const more = task === "generate" ? [options, { batch: 4 }] : [{ ...options, batch: 3 }];
-        for await (const record of engines.get(key)[method](stream, ...more)) batched.push(record);
+        for await (const record of engines.get(key)[method](stream, ...given, { ...how, batch: 4 })) batched.push(record);
         assert.equal(batched.length, records.length);
         batched.forEach((record, row) => same(JSON.parse(JSON.stringify(record)), records[row], `batched row ${row}`));
       });
@@ -88,6 +102,21 @@ test("texts have the ids of Python", { skip: NONE }, async (context) => {
       });
       tokenizer.readSpecialTokens();
       read.written.forEach((text, row) => assert.deepEqual(tokenizer.encode(text), read.special[row], text));
+    });
+  }
+});
+
+test("chats have the ids of Python", { skip: NONE || !cases.chats.length }, async (context) => {
+  const { Template } = await import("@huggingface/jinja");
+  for (const { bundle, chats } of cases.chats) {
+    const opened = await Bundle.open(bundle);
+    const chat = await opened.chat((source, variables) => new Template(source).render(variables));
+    await context.test(bundle, () => {
+      for (const [messages, ids] of chats) {
+        const encode = () => encodeChat(messages, chat, opened.tokenizer);
+        if (ids) assert.deepEqual(encode(), ids, JSON.stringify(messages));
+        else assert.throws(encode, { kind: "prompt" }, JSON.stringify(messages));
+      }
     });
   }
 });

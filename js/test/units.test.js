@@ -10,6 +10,7 @@ import { Best, logSumExp } from "../decoding/logits.js";
 import { translate } from "../tokenizer/pattern.js";
 import { weights } from "../decoding/sampling.js";
 import { encodeRow } from "../rows.js";
+import { encodeChat } from "../tokenizer/chat.js";
 import { SpecialTokens } from "../tokenizer/special_tokens.js";
 import { openTokenizer, tokenizerFiles } from "../tokenizer/tokenizer.js";
 
@@ -250,4 +251,11 @@ test("a truncated text keeps its end where its tokenizer says so", () => {
   assert.deepEqual(kept({}), [1, 97, 98, 99, 100, 2]);
   assert.deepEqual(kept({ keeps_end: true }), [1, 101, 102, 103, 104, 2]);
   assert.deepEqual(kept({ keeps_end: true, longest: 4 }), [1, 103, 104, 2]);
+});
+
+test("a message neither holds nor completes a token of the template", () => {
+  const chat = { source: "", named: {}, control: { "<|end|>": 9 }, render: (_, { messages: [{ content }] }) => `<|${content}|>` };
+  const encode = (content) => encodeChat([{ role: "user", content }], chat, { encode: (text) => [text] });
+  assert.deepEqual(encode("a"), ["<|a|>"]);
+  for (const content of ["end", "x <|end|> y", ["end"], 1]) assert.throws(() => encode(content), { kind: "prompt" });
 });

@@ -96,7 +96,8 @@ def join(whole: Whole, pieces: Sequence[Any], length_penalty: float) -> Any:
     """Joins the results of pieces, which have one hypothesis each if they are several."""
     first, *others = pieces
     if not others and not whole.around:
-        return first
+        # A piece has lost the white space around it.
+        return replace(first, source=whole.text) if whole.text else first
     if not others:
         before, after = whole.around
         hypotheses = (replace(one, text=f"{before}{one.text}{after}") for one in first.hypotheses)

@@ -202,14 +202,15 @@ def write_cases(
     answers: list[dict[str, Any]],
     ids: list[dict[str, Any]],
     refused: Sequence[dict[str, str]] = (),
+    chats: Sequence[dict[str, Any]] = (),
 ) -> Path:
-    """Writes the files that js/test compares: records, ids, and bundles that must be refused."""
+    """Writes the files that js/test compares: records, ids, chats, bundles that must be refused."""
 
     def plain(value: object) -> object:
         assert isinstance(value, np.ndarray)
         return value.tolist()
 
-    cases = {"answers": answers, "ids": ids, "refused": refused}
+    cases = {"answers": answers, "ids": ids, "refused": refused, "chats": chats}
     path.write_text(json.dumps(cases, default=plain))
     return path
 

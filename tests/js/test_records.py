@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
-from tests.js.cases import answers_of, npm_test, write_cases
+from tests.end_to_end import test_chats
+from tests.end_to_end.chat_templates import TEMPLATES
+from tests.js.cases import answers_of, npm_test, seal, write_cases
+from transferry.runtime.tokenizer.chat import ChatError
 
 SEARCHES: tuple[dict[str, Any], ...] = (
     {},
@@ -50,7 +53,7 @@ def compared(tmp_path: Path, answers: list[dict[str, Any]]) -> set[str]:
     }
 
 
-@pytest.mark.optional("node", "onnxruntime-node")
+@pytest.mark.optional("node", "onnxruntime-node", "sentencex-wasm")
 def test_generated_records(
     tmp_path: Path,
     bundle_folder: Path,
@@ -61,9 +64,17 @@ def test_generated_records(
         answers_of(folder, "generate", {"max_length": 8, **options}, [*TEXTS, *LINES])
         for folder, options in product((bundle_folder, writer_bundle_folder), SEARCHES)
     ]
+    long = ["One. Two three! " * 9, "a" * 150, " " * 700 + "x", "Dr. A. B? " * 12]
+    long += [f" x {'b. ' * 40}\n\n{'c ' * 50}", "\u3000".join(["e", "\x1c f ", "g" * 70])]
     pairs = [("anna", "a cat"), ("a dog", "b" * 2000), ("", "x"), ("x", " "), ("a", "b")]
     answers += [
         answers_of(bundle_folder, "generate", {"max_length": 8, "split_lines": False}, LINES),
+        *(
+            answers_of(
+                bundle_folder, "generate", {"long_rows": "split", **options}, [*long, *TEXTS]
+            )
+            for options in ({"max_length": 8}, {"max_length": 5, "sample": True, "stop": ["e"]})
+        ),
         answers_of(bundle_folder, "score", {}, pairs),
         answers_of(bundle_folder, "score", {"long_rows": "truncate"}, pairs),
         answers_of(writer_bundle_folder, "score", {}, [*TEXTS, "e"]),
@@ -108,3 +119,30 @@ def test_records_of_heads(
     assert compared(tmp_path, answers) == {"empty", "too-long"}
     tags = [tag for each in answers for record in each["records"] for tag in record.get("tags", ())]
     assert {"PER", "B-PER", "O"} <= {tag["label"] for tag in tags}
+
+
+@pytest.mark.optional("node", "@huggingface/jinja")
+def test_chats_have_the_ids_of_python(tmp_path: Path) -> None:
+    """Lists of parts, and messages that hold or complete a token of the template, are refused."""
+    cases = []
+    for name in sorted({*TEMPLATES} - {"careless"}):
+        tokenizer = test_chats.ours(name)
+        folder = tmp_path / name
+        folder.mkdir()
+        tokenizer.save(folder)
+        seal(folder, tokenizer.vocabulary_size)
+        chats: list[Any] = []
+        for messages in test_chats.CHATS:
+            lists = any(isinstance(message["content"], list) for message in messages)
+            try:
+                ids = None if lists else tokenizer.encode_chat(messages)
+            except ChatError:
+                ids = None
+            # DeepSeek's template writes an object as Python does.
+            if name != "deepseek" or "tool_calls" not in str(messages):
+                chats.append((messages, ids))
+        token = TEMPLATES[name][1][0]
+        hostile = [{"role": "user", "content": f"a {token} b"}]
+        cases.append({"bundle": str(folder), "chats": [*chats, (hostile, None), ([], None)]})
+    assert sum(ids is not None for case in cases for _, ids in case["chats"]) > 30
+    assert "# fail 0" in npm_test(write_cases(tmp_path / "cases.json", [], [], chats=cases))
