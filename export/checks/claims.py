@@ -106,6 +106,9 @@ def manifest_claims(checkpoint: Checkpoint, bundle: Bundle) -> list[Claim]:
     for variant in manifest.variants.values():
         problems = filter(None, _variant_problems(variant, config))
         claims.append(Claim(f"variant {variant.name}", "; ".join(problems)))
+    if checkpoint.tokenizer is bundle.tokenizer:
+        told = "the checkpoint is a module without one, so the bundle's own was used"
+        claims.append(Claim("tokenizer", skipped=told))
     if told := "; ".join(_strays(bundle)):
         claims.append(Claim("files", skipped=told))
     return claims

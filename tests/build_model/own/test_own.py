@@ -14,6 +14,7 @@ from tests.commands import call, done
 from transferry.build_model.own.load import load_own
 from transferry.build_model.own.model import refused_trace
 from transferry.build_model.own.tokenizer import read_tokenizer
+from transferry.export.checks.claims import manifest_claims
 from transferry.export.checks.weights import weights_claim
 from transferry.export.make import make
 from transferry.export.recipes import RECIPES
@@ -58,6 +59,8 @@ def test_the_page_from_a_module_to_answers(place: Path) -> None:
         assert answer == bundle.tokenizer.decode([t for t in target[1:] if t != special.eos_id])
     claim = weights_claim(model, bundle, bundle.variant(), None)
     assert not claim.problem
+    claims = {each.name: each for each in manifest_claims(checkpoint, bundle)}
+    assert "the bundle's own was used" in claims["tokenizer"].skipped
     model.module.generator.bias[0] += 1e-6
     assert "generator.bias" in weights_claim(model, bundle, bundle.variant(), None).problem
     refused = call("verify", out, "--checkpoint", "mine:translator", "--self-test")
