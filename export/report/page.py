@@ -397,7 +397,7 @@ def _absent(record: Mapping[str, Any]) -> list[str]:
     reasons = {
         "decisions": "Tokens: no search was run.",
         "task_metrics": "Task metrics: none was computed.",
-        "cross_check": "Other runtimes: none was run.",
+        "cross_check": "Other runtimes: no cross-check was run.",
         "self_test": "Self-test: no fault was planted.",
         "certificate": "Certificate: none was issued.",
     }

@@ -314,7 +314,7 @@ class OpenBundle:
             **self.model.describe(),
         }
 
-    def encode(
+    def encoded(
         self, texts: Sequence[Encodable], options: GenerationOptions, long_rows: LongRows = "error"
     ) -> list[EncodedRow]:
         """Encodes the sources or prompts to generate from."""
@@ -419,13 +419,14 @@ def session_options(options: SessionOptions | None, named: dict[str, Any]) -> Se
     if device := str(named.pop("device", "")):
         named["provider"], _, number = device.partition(":")
         require(
-            number.isdecimal() or device in ("cpu", "cuda"), "device", 'such as "cuda:1"', device
+            number.isdecimal() or device in ("cpu", "cuda"), "device", "cpu, cuda or cuda:1", device
         )
         named |= {"device_id": int(number)} if number else {}
     if unknown := sorted(named.keys() - known):
-        same = {"intra_threads": "threads", "inter_threads": "replicas", "batch_size": "batches"}
+        same = {"intra_threads": "threads", "inter_threads": "replicas", "compute_type": "variant"}
+        same["batch_size"] = "batches=BatchOptions(rows=...)"
         told = hint(unknown, (*known, "device", "replicas", "batches", "variant"), same)
-        raise UsageError(f"a session has no {', '.join(unknown)}; {told}")
+        raise UsageError(f"Engine has no {', '.join(unknown)}; {told}")
     return replace(options or SessionOptions(), **named)
 
 

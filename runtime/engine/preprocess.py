@@ -257,8 +257,10 @@ def checked_texts(texts: Iterable[Any], also: type | tuple[()] = ()) -> Iterator
 def require_several(texts: Iterable[Any]) -> None:
     """Raises UsageError for a single text, a dictionary or a table, which are no rows."""
     rows = isinstance(texts, Iterable) and not isinstance(texts, str | bytes | Mapping)
-    if not rows or getattr(texts, "ndim", 1) != 1:
-        raise UsageError(f"texts must be several, such as a list, found {shown(texts)}")
+    if not rows or getattr(texts, "ndim", 1) != 1 or hasattr(texts, "columns"):
+        table = 'a table; give one column, such as table["text"]'
+        found = table if hasattr(texts, "columns") else shown(texts)
+        raise UsageError(f"texts must be several, such as a list, found {found}")
 
 
 def checked_pairs(pairs: Iterable[Any], *, both: bool = False) -> Iterator[Any]:

@@ -256,7 +256,7 @@ class Generate(Task):
             if any(around):
                 return self._same_pieces(lines, bounds, asked, number)
         long_rows: LongRows = "truncate" if row.truncated else "error"
-        (encoded,) = served.encode([given], options, long_rows)
+        (encoded,) = served.encoded([given], options, long_rows)
         if encoded.error is not None:
             return self._same_pieces(served.preprocessor.pieces(row.source), bounds, asked, number)
         from transferry.runtime.proof.divergence import Explainer
@@ -395,7 +395,7 @@ class _Generate:
         prepared: list[WorkItem[EncodedRow] | GenerationResult] = []
         # Without sampling, equal texts have equal answers.
         known: dict[Any, list[WorkItem[EncodedRow] | GenerationResult]] = {}
-        rows = self.engine.encode([each.source for each in inputs], self.options, self.long_rows)
+        rows = self.engine.encoded([each.source for each in inputs], self.options, self.long_rows)
         for given, row in zip(inputs, rows, strict=True):
             key = deciding_part(given, self.options) or given
             if key not in known:
@@ -412,7 +412,9 @@ class _Generate:
         if self.long_rows == "split" and too_long and isinstance(text, str | InLanguages):
             texts = self.engine.preprocessor.pieces(row.text)
             whole = text if isinstance(text, InLanguages) else InLanguages(text)
-            pieces = self.engine.encode([replace(whole, text=each) for each in texts], self.options)
+            pieces = self.engine.encoded(
+                [replace(whole, text=each) for each in texts], self.options
+            )
         options = given.options or self.options
         return [
             replace(piece, row_id=given.row_id + i * PIECE, options=options)

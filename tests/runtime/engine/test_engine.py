@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 import pytest
 from numpy.typing import NDArray
 
@@ -385,6 +386,7 @@ def test_load_refuses(bundle_folder: Path, load: Callable[[Path], Engine], messa
         (5, None, "texts must be several, such as a list, found 5"),
         ({"five": 5}, None, "texts must be several, such as a list, found {'five': 5}"),
         (np.array([["five"]]), None, "texts must be several, such as a list, found array"),
+        (pyarrow.table({"t": ["five"]}), None, "such as a list, found a table; give one column"),
         (["five"], {"first_row": -1}, "first_row must be a whole number of at least 0, found -1"),
         (["five"], {"first_row": 2**63}, "first_row must be a whole number of at most"),
         (["five"], {"options": {"beam": 4}}, "options must be GenerationOptions, found {'beam': 4"),

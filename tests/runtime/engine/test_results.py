@@ -46,7 +46,7 @@ def test_a_folder_opens_by_the_class_itself(bundle_folder: Path, engine: Engine)
     assert (opened.replicas, opened.certificate) == (2, engine.certificate)
     assert opened.model.describe() == engine.model.describe()
     assert list(opened.generate(["a"], GREEDY)) == list(engine.generate(["a"], GREEDY))
-    with pytest.raises(UsageError, match="a session has no devise, thread; write device, threads"):
+    with pytest.raises(UsageError, match="Engine has no devise, thread; write device, threads"):
         Engine(bundle_folder, thread=2, devise="cpu")
     for wrong in ("cuda:x", "tpu", "cpu:1"):
         with pytest.raises(UsageError, match=r"device|provider"):
