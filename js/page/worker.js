@@ -16,6 +16,7 @@ async function open(provider) {
   return Engine.load(new URL("bundle/", import.meta.url), {
     ort,
     variant: site.variant,
+    sentences,
     session: { executionProviders: provider === "wasm" ? ["wasm"] : [provider, "wasm"] },
     progress: (read, all) => say({ read, all }),
   });
@@ -47,40 +48,31 @@ async function isStopped() {
   return stopped;
 }
 
-/** Generates; a text that is too long for the model is answered sentence by sentence. */
+/** Generates; a text that is too long for the model is answered in pieces. */
 async function generate(model, text) {
   const { tokenizer } = model.bundle;
   const isLong = (line) => tokenizer.special.wrap(tokenizer.encode(line)).length > model.positions;
   const splits = model.decoder.hasEncoder && text.split(/\r\n?|\n/).some(isLong);
-  let [before, tokens, cut, ended] = ["", 0, 0, 0];
-  for (const [part, blank] of splits ? sentences(text) : [[text, ""]]) {
-    const steps = model.stream(part, site.generation, { longRows: splits ? "truncate" : "error" });
-    let step;
-    while (!(step = await steps.next()).done) {
-      say({ text: before + step.value.text });
-      if (await isStopped()) return ["Stopped"];
-    }
-    const { error, text: found, target_tokens: count, truncated, finish_reason: reason } = step.value;
-    if (error) return void say({ failed: error.message });
-    before += found + blank;
-    tokens += count;
-    cut += Number(truncated ?? false);
-    ended += Number(reason === "length");
-    say({ text: before });
+  const [values, longRows] = splits ? [{ ...site.generation, n_best: 1 }, "split"] : [site.generation, "error"];
+  const steps = model.stream(text, values, { longRows });
+  let step;
+  while (!(step = await steps.next()).done) {
+    say({ text: step.value.text });
+    if (await isStopped()) return ["Stopped"];
   }
-  const notes = [`${tokens} tokens`];
-  if (splits) notes.push("Answered sentence by sentence, since it has more tokens than the model reads at once");
-  if (cut) notes.push(`${cut} of the sentences cut to ${model.positions} tokens`);
-  if (ended) notes.push("The answer ends at the limit on its tokens");
+  const { error, text: found, target_tokens: count, finish_reason: reason } = step.value;
+  if (error) return void say({ failed: error.message });
+  say({ text: found });
+  const notes = [`${count} tokens`];
+  if (splits) notes.push("Answered in pieces, since it has more tokens than the model reads at once");
+  if (reason === "length") notes.push("The answer ends at the limit on its tokens");
   return notes;
 }
 
-/** Returns the sentences of a text, each with the blanks after it. */
+/** Returns the sentences of a text. */
 function sentences(text) {
-  const segments = Intl.Segmenter
-    ? Array.from(new Intl.Segmenter(undefined, { granularity: "sentence" }).segment(text), ({ segment }) => segment)
-    : text.split(/(?<=\n)/);
-  return segments.filter((each) => each.trim()).map((each) => [each.trim(), /\s*$/.exec(each)[0]]);
+  if (!Intl.Segmenter) return text.split(/(?<=[.!?] )/);
+  return Array.from(new Intl.Segmenter(undefined, { granularity: "sentence" }).segment(text), ({ segment }) => segment);
 }
 
 /** Answers each line as a text of its own; the first is compared with the others where a task does so. */

@@ -54,7 +54,7 @@ class ChunkFolder(Journal):
     )
 
     def __init__(self, folder: Path, fingerprint: Fingerprint = MappingProxyType({})) -> None:
-        """Reads nothing yet; the fingerprint is that of the job, where it has begun."""
+        """Reads nothing yet; a begun job has a fingerprint."""
         super().__init__(folder)
         self.outputs = folder / CHUNKS
         self._name(fingerprint)
