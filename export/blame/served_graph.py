@@ -84,15 +84,15 @@ class ServedGraph:
 def align(served: ServedGraph, fresh: Graph, program: TracedProgram) -> dict[str, str]:
     """Maps values of a served graph to torch's names in the traced program.
 
-    The names of the two differ if the served graph was changed: torch numbers its values, so that
-    one operator less renames those after it. Nodes are therefore matched like lines of two texts,
-    by operator and by the weights they read, with those of a fresh export of the program.
+    The names of the two differ if the served graph was changed: values of one module are numbered,
+    so that one operator less renames those after it. Nodes are therefore matched like lines of two
+    texts, by operator and by the weights they read, with those of a fresh export of the program.
     """
     weights = program.parameters
     ours = [_key(node.op_type, node.input, weights) for node in served.nodes]
     fresh_nodes = list(fresh.model.graph)
     theirs = [_key(node.op_type, _inputs(node), weights) for node in fresh_nodes]
-    named = {name: name for name in program.values}
+    named = {name: traced for name, traced in fresh.names.items() if traced in program.values}
     named |= dict(zip([spec.name for spec in fresh.spec.outputs], program.outputs, strict=True))
     found = {}
     for tag, a, b, c, d in SequenceMatcher(None, ours, theirs, autojunk=False).get_opcodes():

@@ -20,13 +20,11 @@ from torch.fx.node import Node, map_aggregate
 
 from transferry.build_model.model import attention, layers, transformer
 from transferry.build_model.model.transformer import Transformer
-from transferry.export.trace.graph import Graph
+from transferry.export.trace.graph import NO_MODULE, Graph
 from transferry.export.trace.portable import export_graphs
 
 PACKAGE = Path(transformer.__file__).parents[2]
 TRACED = ("build_model", "export")  # packages with traced code
-# The tracer's module path for operators that it added itself.
-_NO_MODULE = "_empty_nn_module_stack_from_metadata_hook"
 _CODE = (attention, layers, transformer)
 
 
@@ -126,7 +124,7 @@ class TracedProgram:
         """Returns the code that computes a value."""
         node = self._nodes[value]
         stack: Mapping[str, Any] = node.meta.get("nn_module_stack") or {}
-        path = next((path for path, _ in reversed(list(stack.values())) if path != _NO_MODULE), "")
+        path = next((path for path, _ in reversed(list(stack.values())) if path != NO_MODULE), "")
         module = re.sub(r"@\d+", "", path).removeprefix("model").lstrip(".")
         frames = re.findall(r'File "(.+?)", line (\d+)', node.meta.get("stack_trace") or "")
         source = code = ""

@@ -15,6 +15,7 @@ from transferry.export.recipes import Recipe
 from transferry.export.rewrite.calibration import Calibration
 from transferry.export.rewrite.linear_int8 import quantised_weight
 from transferry.export.rewrite.weight_blocks import matrices
+from transferry.export.trace.editing import alike
 from transferry.export.trace.graph import Graph, Traces
 from transferry.export.trace.portable import export_graphs
 
@@ -41,9 +42,10 @@ def store_in_int8(graph: ir.Graph, model: Transformer) -> None:
             continue
         integers, scales = quantised_weight(graph, weight, pairs=False)
         model.release()
-        node = ir.node("DequantizeLinear", [integers, scales], {"axis": 0})
-        (matrix,) = node.outputs
-        matrix.name, matrix.shape, matrix.type = f"{weight.name}.float", weight.shape, weight.type
+        computed = f"{weight.name}.float"
+        node = ir.node("DequantizeLinear", [integers, scales], {"axis": 0}, name=computed)
+        matrix = alike(node.outputs[0], weight)
+        matrix.name = computed
         weight.replace_all_uses_with(matrix)
         del graph.initializers[f"model.{name}"]
         graph.insert_before(graph[0], node)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import inspect
+import itertools
 import logging
+import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -36,6 +39,8 @@ from transferry.runtime.bundle.specs import GraphSpec, Role, TensorSpec
 # The exporter's own opset, so that nothing is converted afterwards: 23 and later have an Attention
 # operator, whose kernel is slower than the separate products and which fewer runtimes know.
 OPSET = 20
+# Of the file format: the least with that opset, for onnxruntime 1.17. The exporter writes 10.
+IR_VERSION = 9
 # Example sizes while tracing. No two dimensions of a graph share one, or torch would merge them.
 SIZES = {
     "batch": 2,
@@ -51,6 +56,8 @@ SIZES = {
 }
 _SCALARS = {bool: torch.bool, int: torch.int64, float: torch.float32}
 _SCALARS |= {SymInt: torch.int64, SymFloat: torch.float32}
+SCOPES = "pkg.torch.onnx.name_scopes"  # modules around a node and its name in torch's program
+NO_MODULE = "_empty_nn_module_stack_from_metadata_hook"  # path of operators that the tracer added
 CELL = ".cell"  # how the names of a recurrent decoder's states end
 _decompose = _fx_passes.decompose_with_registry
 _promote = _fx_passes.insert_type_promotion_nodes
@@ -69,13 +76,14 @@ class Graph:
     Attributes:
         model: The graph.
         spec: Its entry in the manifest.
-        program: torch's traced program; most values have the same names in the graph. None where
-            the graph was read from a file.
+        program: torch's traced program. None where the graph was read from a file.
+        names: Names of values in the program, by those in the graph.
     """
 
     model: ir.Model
     spec: GraphSpec
     program: ExportedProgram | None = None
+    names: Mapping[str, str] = field(default_factory=dict)
 
     @functools.cached_property
     def canonical(self) -> Canonical:
@@ -144,14 +152,14 @@ class Traces:
         """
         weights = weights_of(module)
         key = trace_key(module, spec, opset)
-        program, trace = None, self._traced.get(key)
+        graph, trace = None, self._traced.get(key)
         with rarely_collected():
             if trace is None or not trace.fits(weights):
                 graph = self._trace(module, spec, opset)
-                program = graph.program
                 trace = self._traced[key] = _Trace(graph, weights)
             # Cloned the first time too: a clone numbers the names of added nodes from zero.
-            return Graph(trace.filled(weights), spec, program)
+            filled = trace.filled(weights)
+            return replace(graph, model=filled) if graph else Graph(filled, spec)
 
 
 def weights_of(module: nn.Module) -> dict[str, Tensor]:
@@ -246,8 +254,10 @@ def export_graph(module: nn.Module, spec: GraphSpec, opset: int = OPSET) -> Grap
         )
         assert program is not None
         onnxscript.optimizer.optimize_ir(program.model, should_fold=_should_fold)
+    program.model.ir_version = IR_VERSION
+    names = _rename(program.model, weights_of(module).keys())
     _strip(program.model)
-    return Graph(program.model, spec, program.exported_program)
+    return Graph(program.model, spec, program.exported_program, names)
 
 
 @functools.cache
@@ -354,6 +364,43 @@ def _example(tensor: TensorSpec) -> Tensor:
     dtype: torch.dtype = getattr(torch, tensor.type)
     make = torch.zeros if dtype.is_floating_point else torch.ones
     return make(shape, dtype=dtype)
+
+
+def _rename(model: ir.Model, kept: Collection[str]) -> dict[str, str]:
+    """Names nodes and values after their modules: `decoder.0.self_attention.query.linear`.
+
+    A size, which belongs to no module, is named after the tensor, and a constant after the first
+    node that reads it. Inputs, outputs and the weights `kept` keep their names.
+
+    Returns:
+        Names of computed values in torch's program, by their new names.
+    """
+    graph, former, taken = model.graph, {}, {*kept}
+    ends = {value.name for value in (*graph.inputs, *graph.outputs)}
+    taken |= {str(name) for name in ends}
+
+    def free(name: str) -> str:
+        numbered = (f"{name}.{number}" for number in itertools.count(1))
+        found = next(each for each in itertools.chain([name], numbered) if each not in taken)
+        taken.add(found)
+        return found
+
+    for node in graph.all_nodes():
+        scopes = ["", *ast.literal_eval(node.metadata_props.get(SCOPES, "[]"))]
+        module, traced = scopes[-2:]
+        own = any(value.name == traced or value.is_graph_output() for value in node.outputs)
+        kind = re.sub(r"_\d+$", "", traced) if own else node.op_type.lower()
+        if module == NO_MODULE and (tensor := node.inputs[0]) is not None:
+            module, kind = str(tensor.name), node.op_type.lower()
+        node.name = free(f"{module.removeprefix('model.')}.{kind}".lstrip("."))
+        for value in node.inputs:
+            if value is not None and value.is_initializer() and value.name not in taken:
+                value.name = free(f"{node.name}.constant")
+        for place, value in enumerate(node.outputs):
+            if value.name and value.name not in ends:
+                name = free(f"{node.name}.{place}") if place else node.name
+                former[name], value.name = value.name, name
+    return former
 
 
 def _strip(model: ir.Model) -> None:

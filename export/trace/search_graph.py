@@ -63,10 +63,6 @@ def require_one_graph(architecture: str, generation: Mapping[str, Any], beam: in
         )
 
 
-# Beginnings of names: ONNX shares them between a graph and the body of its Loop.
-PARTS = ("encoder.", "prompt.", "step.", "search.", "choice.")
-
-
 class SearchGraph(ABC):
     """Composes the portable graphs of a model that generates into a search.
 
@@ -120,7 +116,7 @@ class SearchGraph(ABC):
             outputs += (spec(SCORES, "float32", *each),)
         found = [self.main.op("Identity", [value]) for value in results]
         nodes = list(self.main.nodes)
-        _name(nodes, "search")
+        _name([node for node in nodes if not node.name], "search")
         for value, item in zip(found, outputs, strict=True):
             described(value, item)
         graph = ir.Graph(
@@ -158,7 +154,7 @@ class SearchGraph(ABC):
         feeds: dict[str, ir.Value] = {}
         if self.has_encoder:
             encoder = {"source": source, "source_mask": mask}
-            nodes, cross = self._part(self.graphs["encoder"], "encoder", encoder)
+            nodes, cross = self._part(self.graphs["encoder"], "source", encoder)
             main._nodes += nodes
             feeds = dict(zip(self.decoder.spec.names("cross"), cross, strict=True))
             feeds["source_mask"] = mask
@@ -285,7 +281,11 @@ class SearchGraph(ABC):
         nodes, outputs = list(part), list(part.outputs)
         part.outputs.clear()
         part.remove(nodes)
-        _name(nodes, prefix)
+        # ONNX shares names between a graph and the body of its Loop.
+        for node in nodes:
+            node.name = f"{prefix}.{node.name}"
+            for value in node.outputs:
+                value.name = f"{prefix}.{value.name}"
         return nodes, outputs
 
     def _body(
@@ -321,7 +321,7 @@ class SearchGraph(ABC):
         number = described(ir.Value(), _spec("iteration", "int64", ()))
         before = described(ir.Value(), _spec("going", "bool", ()))
         body = list(step.nodes)
-        _name(body, "choice")
+        _name([node for node in body if not node.name], "choice")
         return ir.Graph([number, before, *given.values()], outputs, nodes=body, name="step")
 
     def _hoisted(self, nodes: list[ir.Node], feeds: Mapping[str, ir.Value]) -> list[ir.Node]:
@@ -366,10 +366,8 @@ def _spec(name: str, kind: str, shape: Sequence[int | str]) -> TensorSpec:
 
 
 def _name(nodes: Sequence[ir.Node], prefix: str) -> None:
-    """Names nodes and values that have no such name yet, as no other part of the graph does."""
+    """Names the nodes of a search and their values by operator, as no other part does."""
     for number, node in enumerate(nodes):
-        if str(node.name or "").startswith(PARTS):
-            continue
-        node.name = f"{prefix}.{number}"
+        node.name = f"{prefix}.{number}.{node.op_type}"
         for place, value in enumerate(node.outputs):
-            value.name = f"{prefix}.{number}.{place}"
+            value.name = f"{node.name}.{place}" if place else node.name

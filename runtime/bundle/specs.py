@@ -16,7 +16,8 @@ from transferry.runtime.io.sealed_folder import Name, RelativePath, SealedFolder
 from transferry.runtime.precision import FLOAT32, PRECISIONS
 
 REFERENCE = "reference.npz"
-PORTABLE = "portable"  # the variant of standard ONNX operators only
+PORTABLE = "portable"  # float32 in standard ONNX operators
+STANDARD = (PORTABLE, "portable-int8")  # the variants of standard ONNX operators only
 ONE_GRAPH = "generate"  # optional graph of the portable variant: greedy search whole
 ANSWERS = ("tokens", "lengths", "log_probabilities")  # roles of its outputs
 SCORES: Literal["scores"] = "scores"  # another, of beams that rules rank by other values

@@ -175,7 +175,7 @@ session_options = together(
         panel=MACHINE,
         type=click.Choice(["onnxruntime", "openvino"]),
         default="onnxruntime",
-        help="Runtime of the graphs; openvino runs portable on the CPU.",
+        help="Runtime of the graphs; openvino runs portable and portable-int8 on the CPU.",
     ),
     option(
         "--provider",

@@ -19,7 +19,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as native
 
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.manifest import REMEDY
-from transferry.runtime.bundle.specs import PORTABLE, GraphSpec, Role, Variant
+from transferry.runtime.bundle.specs import STANDARD, GraphSpec, Role, Variant
 from transferry.runtime.errors import (
     AllocationError,
     InputError,
@@ -383,18 +383,18 @@ class GraphRuntime:
     """A runtime of graphs. No other code depends on the choice of runtime.
 
     Attributes:
-        open: Opens graphs of the portable variant by name; raises as `open_graphs`.
+        open: Opens graphs of a portable variant by name; raises as `open_graphs`.
         version: Returns its version; raises ProviderError if it is not installed.
-        portable_alone: Whether it lacks the operators of all variants but the portable one.
+        standard_alone: Whether it runs variants of standard operators alone.
     """
 
     open: Callable[[Bundle, Mapping[str, GraphSpec], SessionOptions], Mapping[str, PortableRunner]]
     version: Callable[[], str]
-    portable_alone: bool
+    standard_alone: bool
 
     def runs(self, variant: Variant) -> bool:
         """Whether it has the operators of a variant."""
-        return variant.name == PORTABLE or not self.portable_alone
+        return variant.name in STANDARD or not self.standard_alone
 
 
 RUNTIMES: Mapping[str, GraphRuntime] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from transferry.runtime.bundle.bundle import Bundle
-from transferry.runtime.bundle.specs import PORTABLE, Variant
+from transferry.runtime.bundle.specs import STANDARD, Variant
 from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.decoding.decoder import ObservableDecoder
 from transferry.runtime.errors import UsageError
@@ -46,8 +46,8 @@ def open_model(bundle: Bundle, variant: Variant, options: SessionOptions) -> Ser
     """
     if not runtime_of(options).runs(variant):
         raise UsageError(
-            f"runtime {options.runtime} runs variant {PORTABLE} alone, not {variant.name}; choose "
-            f"--variant {PORTABLE}"
+            f"runtime {options.runtime} runs variants of standard operators alone, not "
+            f"{variant.name}; choose --variant {' or '.join(STANDARD)}"
         )
     return model_class(variant)(bundle, variant, options)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.manifest import MANIFEST
-from transferry.runtime.bundle.specs import PORTABLE, Variant
+from transferry.runtime.bundle.specs import PORTABLE, STANDARD, Variant
 from transferry.runtime.engine.tasks.table import TASKS, tasks_of
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.io.documents import read_document
@@ -34,7 +34,6 @@ WEBGPU = (
     "ort-wasm-simd-threaded.asyncify.wasm",
 )
 # Variants of standard operators only.
-VARIANTS = (PORTABLE, "portable-int8")
 # Placeholders in service-worker.js.
 FILES, GPU_FILES, VERSION = '"FILES"', '"GPU_FILES"', "VERSION"
 SERVICE_WORKER, SETTINGS = "service-worker.js", "site.json"
@@ -80,7 +79,7 @@ def write_site(
         bundle_folder: The bundle.
         out: Folder of the site.
         title: Heading of the page. Default: the name of the bundle's folder.
-        variant: One of `VARIANTS`.
+        variant: One of `STANDARD`.
         runtime: Folder that holds onnxruntime-web, or node_modules around it. Default: that of
             `find_runtime`.
         webgpu: Whether browsers with WebGPU use it; their answers may differ by rounding.
@@ -94,9 +93,9 @@ def write_site(
     require_apart([out], [bundle_folder])
     dist = find_runtime(runtime, (*WASM, *(WEBGPU if webgpu else ())))
     bundle = Bundle.load(bundle_folder)
-    if variant not in VARIANTS:
+    if variant not in STANDARD:
         raise UsageError(
-            f"a page runs variant {' or '.join(VARIANTS)}, whose operators are standard, not "
+            f"a page runs variant {' or '.join(STANDARD)}, whose operators are standard, not "
             f"{variant}; choose one of them"
         )
     chosen = bundle.variant(variant)

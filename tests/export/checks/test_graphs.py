@@ -227,7 +227,18 @@ def constants_rounded_otherwise(model: ir.Model) -> None:
             value.const_value = ir.Tensor(off, name=value.name)
 
 
-@pytest.mark.parametrize("change", [renamed_and_reordered, constants_rounded_otherwise])
+def as_written_before(model: ir.Model) -> None:
+    """The version of the format that bundles of before have, and torch's numbered names."""
+    model.ir_version = 10
+    values = [value for node in model.graph for value in node.outputs]
+    for number, value in enumerate(values):
+        if not value.is_graph_output():
+            value.name = f"val_{number}"
+
+
+@pytest.mark.parametrize(
+    "change", [renamed_and_reordered, constants_rounded_otherwise, as_written_before]
+)
 def test_names_the_order_of_independent_nodes_and_rounding_do_not_count(
     fresh: dict[str, Graph], all_variants: Bundle, tmp_path: Path, change: Any
 ) -> None:
@@ -264,9 +275,14 @@ def unknown(model: onnx.ModelProto) -> None:
     model.graph.node[0].MergeFromString(bytes([0xF8, 0x07, 1]))  # field 127
 
 
+def another_format(model: onnx.ModelProto) -> None:
+    model.ir_version = 8
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
+        (another_format, "has another IR version"),
         (sparse, "sparse"),
         (twice, "names two tensors alike"),
         (attribute_twice, "has an attribute twice"),

@@ -1,5 +1,6 @@
 """Portable graphs use standard ONNX, match the manifest, and have no frozen size."""
 
+import re
 from itertools import product
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import torch
 from numpy.typing import NDArray
 from onnxruntime.capi import onnxruntime_pybind11_state as native
 
+from transferry.build_model.checkpoint import Checkpoint
 from transferry.build_model.model.attention import KeyValues
-from transferry.export.trace.graph import OPSET, flatten, pair
+from transferry.export.trace.graph import IR_VERSION, OPSET, flatten, pair
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.specs import GraphSpec, TensorSpec
 from transferry.runtime.ort.session import SessionOptions, open_session
@@ -47,6 +49,7 @@ def tensor_specs(values: list[onnx.ValueInfoProto]) -> list[tuple[str, str, tupl
 def test_graphs_have_standard_operators_alone(bundle: Bundle, model: onnx.ModelProto) -> None:
     assert tuple(bundle.variant().graphs) == GRAPHS
     assert bundle.variant().opset == OPSET
+    assert model.ir_version == IR_VERSION == onnx.helper.OP_SET_ID_VERSION_MAP["ai.onnx", OPSET]
     assert {entry.domain: entry.version for entry in model.opset_import} == {"": OPSET}
     assert not model.functions
     assert model.graph.node
@@ -58,6 +61,24 @@ def test_graphs_have_standard_operators_alone(bundle: Bundle, model: onnx.ModelP
 def test_file_is_what_the_manifest_says(spec: GraphSpec, model: onnx.ModelProto) -> None:
     for values, specs in ((model.graph.input, spec.inputs), (model.graph.output, spec.outputs)):
         assert tensor_specs(list(values)) == [(item.name, item.type, item.shape) for item in specs]
+
+
+def test_values_are_named_after_their_modules(
+    calm: Checkpoint, spec: GraphSpec, model: onnx.ModelProto
+) -> None:
+    """A layer's values begin with its path, as its weights do after "model."."""
+    modules = {name for name, _ in calm.model.named_modules()}
+    inputs = [value.name for value in model.graph.input]
+    for node in model.graph.node:
+        module, _, kind = re.sub(r"(\.\d+)?$", "", node.name).rpartition(".")
+        assert module in modules or module.startswith(tuple(inputs)), node.name
+        assert not re.search(r"_\d|^val|^node", kind)
+        weights = [name for name in node.input if name.startswith("model.")]
+        assert all(f"model.{module}." in name or not module for name in weights)
+    values = [name for node in model.graph.node for name in node.output]
+    constants = [each.name for each in model.graph.initializer]
+    assert all(re.search(r"^model\.|\.constant(\.\d+)?$", name) for name in constants)
+    assert len({*inputs, *values, *constants}) == len(inputs + values + constants)
 
 
 def size(dimension: int | str, sizes: dict[str, int]) -> int:

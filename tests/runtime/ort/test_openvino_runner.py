@@ -56,11 +56,17 @@ def test_answers_as_onnxruntime_does(
 
 @pytest.mark.optional("openvino")
 @pytest.mark.parametrize(
-    "fixture", ["bundle_folder", "writer_bundle_folder", "reader_bundle_folder"]
+    ("fixture", "variant"),
+    [
+        *((f"{name}bundle_folder", "portable") for name in ("", "writer_", "reader_")),
+        ("weight_only_bundle_folder", "portable-int8"),
+    ],
 )
-def test_gives_the_recorded_answers(fixture: str, request: pytest.FixtureRequest) -> None:
+def test_gives_the_recorded_answers(
+    fixture: str, variant: str, request: pytest.FixtureRequest
+) -> None:
     folder: Path = request.getfixturevalue(fixture)
-    report = verify(folder, options=OPENVINO)
+    report = verify(folder, variant=variant, options=OPENVINO)
     assert report.passed
     assert "openvino" in report.settings
 
@@ -226,7 +232,7 @@ except KeyboardInterrupt:
 
 def test_another_variant_is_refused(fast_bundle_folder: Path) -> None:
     bundle = Bundle.load(fast_bundle_folder)
-    with pytest.raises(UsageError, match="variant portable alone"):
+    with pytest.raises(UsageError, match="choose --variant portable or portable-int8"):
         open_model(bundle, bundle.variant("cpu-fp32"), OPENVINO)
 
 
