@@ -45,6 +45,7 @@ ROWS = 64  # hypotheses searched together, or more of a small model
 MOST_ROWS, SMALL_LOGITS = 512, 1 << 21
 SCORED_TOKENS = 8192  # in a batch of answers
 SHAKES = 4  # of torch in float32, where an error exceeds its limit
+SINGLE = -1  # torch in float32 alone, as `nearby`
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +80,6 @@ class Oracle:
         field(default_factory=dict, repr=False)
     )
     _truths: dict[tuple[int, int], tuple[Case, Truth]] = field(default_factory=dict, repr=False)
-    _nearby: dict[int, tuple[Case, Truth]] = field(default_factory=dict, repr=False)
     _expected: dict[Any, list[ExpectedAnswers]] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -104,19 +104,22 @@ class Oracle:
 
     def remembering(self) -> Oracle:
         """Returns the same oracle, which computes the truth of each case once."""
-        return replace(self, remembers=True, _truths={}, _nearby={})
+        return replace(self, remembers=True, _truths={})
 
     def observe(self, side: TorchDecoder, case: Case) -> Tensors:
         """Runs a case on a side."""
         return observe(side if self.config.decoder_layers else side.encoder, case)
 
     def truth(self, case: Case, shakes: int = 0) -> Truth:
-        """Returns the expected tensors of a case; for `shakes` see `sides`."""
+        """Returns the expected tensors of a case; for `shakes` see `sides`, or `SINGLE`."""
         key = id(case), shakes
         if key in self._truths:
             return self._truths[key][1]
-        sides, least = self.sides(case, shakes)
-        found = self.judged(case, sides, least)
+        if shakes == SINGLE:
+            found = nearby(case, self.observe(self.reference, case))
+        else:
+            sides, least = self.sides(case, shakes)
+            found = self.judged(case, sides, least)
         if self.remembers:
             self._truths[key] = case, found
         return found
@@ -139,22 +142,14 @@ class Oracle:
         compared with the largest error of several roundings.
         """
         if self.doubts and len(case.source) > 1 and not self.config.has_head:
-            near = self._near(case)
-            items = compare(case, near, found, replace(self.tolerance, factor=NEAR), only)
+            near = self.truth(case, SINGLE), found, replace(self.tolerance, factor=NEAR)
+            items = compare(case, *near, only)
             if not any(item.fault for item in items):
                 return items
         items = compare(case, self.truth(case), found, self.tolerance, only)
         if not self.others and any(item.fault for item in items):
             items = compare(case, self.truth(case, SHAKES), found, self.tolerance, only)
         return items
-
-    def _near(self, case: Case) -> Truth:
-        if id(case) in self._nearby:
-            return self._nearby[id(case)][1]
-        near = nearby(case, self.observe(self.reference, case))
-        if self.remembers:
-            self._nearby[id(case)] = case, near
-        return near
 
     def judged(self, case: Case, sides: Sequence[Tensors], least: float = 0.0) -> Truth:
         """Returns the expected tensors of a case, given those of `sides`."""
