@@ -53,8 +53,9 @@ CERTIFICATE = ("date", "against", "cell", "rows", "signature", "worth")
 @click.group(
     cls=Commands,
     epilog="""\b
-Exit codes: 0 done, 2 wrong usage, 3 bad input, checkpoint or bundle, 4 parity failed,
-5 the provider cannot run, 6 done, but some rows hold an error, 130 interrupted.
+Exit codes: 0 done, 2 wrong usage, 3 bad input, checkpoint or bundle,
+4 parity failed, 5 the provider cannot run, 6 done, but some rows hold an
+error, 130 interrupted.
 """,
 )
 @version_option

@@ -102,7 +102,7 @@ def training_options(
     epilog="""\b
 Examples:
   transferry train --source train.en.gz --target train.de.gz \\
-      --valid-source val.en.gz --valid-target val.de.gz --preset small --out runs/ende
+      --valid-source val.en.gz --valid-target val.de.gz --out runs/ende
   transferry train --out runs/ende --resume
   transferry train --text book.txt --preset prose --out runs/book
 Several GPUs: torchrun --nproc-per-node 4 -m transferry.cli train ...

@@ -104,7 +104,7 @@ def given_search(options: Mapping[str, Any]) -> dict[str, Any]:
 @command(
     epilog="""\b
 Examples:
-  transferry verify bundles/ende --checkpoint runs/ende --text test.en --certify
+  transferry verify bundles/ende --checkpoint runs/ende --text a.en --certify
   transferry verify bundles/ende --checkpoint runs/ende --self-test
   transferry verify bundles/ende --json        # on a host without torch
 """

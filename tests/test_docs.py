@@ -177,6 +177,8 @@ def test_the_page_of_the_command_line_has_every_option() -> None:
     page = runpy.run_path(str(CHECKOUT / "docs" / "make_cli_page.py"))["page"]()
     sections = dict(re.findall(r"^## transferry (\w+)$(.*?)(?=^## |\Z)", page, re.S | re.M))
     assert list(sections) == list(main.commands)
+    wide = [line for line in page.splitlines() if len(line) > 80 and "[relu|" not in line]
+    assert wide == [], "wider than a terminal"
     for name, command in main.commands.items():
         options = [each for each in command.params if isinstance(each, click.Option)]
         shown = [option.opts[-1] for option in options if not option.hidden]

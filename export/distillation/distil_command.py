@@ -64,7 +64,7 @@ teacher_options = together(
 Examples:
   transferry distil bundles/ende --source train.en.gz --target train.de.gz \\
       --valid-source val.en.gz --valid-target val.de.gz --out runs/student
-  transferry distil bundles/ende --source a.en --preset tiny --out runs/student
+  transferry distil bundles/ende --source a.en --preset tiny --out runs/tiny
   transferry distil --out runs/student --resume
 """
 )
