@@ -123,23 +123,30 @@ def score(**options: Any) -> None:
 Examples:
   transferry merge de.1.jsonl de.2.jsonl de.3.jsonl -o de.jsonl
   transferry merge embeddings.*.npy -o embeddings.npy
+  transferry merge de.*.parquet -o s3://corpora/de.parquet
 """
 )
 @click.argument("parts", metavar="PART...", nargs=-1, required=True, type=FILE)
 @option("-o", "--out", type=MERGED, required=True, help="Output of all partitions; - is stdout.")
+@option("--keep-parts", is_flag=True, help="Leave a folder of the parts, with a manifest.")
 @FORCE
 @AS_JSON
 @QUIET
-def merge(parts: tuple[Path, ...], out: Path, force: bool, as_json: bool, quiet: bool) -> None:
+def merge(
+    parts: tuple[Path, ...], out: Any, keep_parts: bool, force: bool, as_json: bool, quiet: bool
+) -> None:
     """Join the outputs of `run --partition` from several machines.
 
     Every partition must be given once, in any order, complete, unchanged and of the same job: OUT
-    then equals the output of one machine. Each PART needs its PART.summary.json beside it.
+    then equals the output of one machine. Each PART needs its PART.summary.json beside it. With
+    --keep-parts, or a URL for OUT, OUT is a folder of the parts in order.
     """
     from transferry.runtime.jobs.merge import merge as join
 
     require_one_stream(out, as_json=as_json)
-    show_summary(out, join(parts, out, force=force), quiet=quiet, as_json=as_json)
+    show_summary(
+        out, join(parts, out, force=force, keep_parts=keep_parts), quiet=quiet, as_json=as_json
+    )
 
 
 @main.command(

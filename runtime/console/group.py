@@ -76,7 +76,7 @@ class FilePath(click.Path):
         if is_url(str(value)):
             if not self.remote:
                 found = shown_url(str(value))
-                self.fail(f"expected a path, found {found}; only INPUT may be a URL")
+                self.fail(f"expected a path, found {found}; only INPUT and --out may be URLs")
             if HIDDEN in str(value):
                 self.fail(f"{value} has {HIDDEN} in the place of a secret; give the whole address")
             return RemoteFile(str(value))

@@ -39,8 +39,8 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 FILE, INPUT = FilePath(), FilePath(remote=True)
 # The output of a job, with the files beside it; a folder or file by itself.
-JOB_OUTPUT = FilePath("", ".summary.json", ".settings.toml", ".job")
-MERGED, OUTPUT = FilePath("", ".summary.json"), FilePath("")
+JOB_OUTPUT = FilePath("", ".summary.json", ".settings.toml", ".job", remote=True)
+MERGED, OUTPUT = FilePath("", ".summary.json", remote=True), FilePath("")
 
 
 def option(
@@ -243,7 +243,7 @@ job_options = together(
         panel=INPUT_OUTPUT,
         type=JOB_OUTPUT,
         default=Path("-"),
-        help="Output file; - is stdout.",
+        help="Output file; - is stdout; a URL, such as s3://corpora/de.jsonl, a folder of parts.",
     ),
     session_options,
     option(

@@ -62,12 +62,12 @@ class ChunkFolder(Journal):
     def _name(self, fingerprint: Fingerprint) -> None:
         """Takes what decides the names of files from a fingerprint."""
         self._ending, (self._start, _) = ending_of(fingerprint), fingerprint.get("rows", (0, 0))
-        self._shard_rows = self.shard * fingerprint.get("chunk_rows", 1)
+        self._block_rows = self.block * fingerprint.get("chunk_rows", 1)
 
     def path(self, first: int) -> Path:
         """Returns the file of the chunk that begins at a row."""
-        shard = (first - self._start) // self._shard_rows
-        return self.outputs / f"{shard:06d}" / f"{first:012d}.{self._ending}"
+        block = (first - self._start) // self._block_rows
+        return self.outputs / f"{block:06d}" / f"{first:012d}.{self._ending}"
 
     def opened(self, first: int) -> AbstractContextManager[BinaryIO]:
         """Opens the file of a chunk, which is on the disk when the `with` ends.
@@ -84,22 +84,22 @@ class ChunkFolder(Journal):
         return (self.path(chunk.first) for chunk in self.chunks if chunk.sha256)
 
     @property
-    def shards(self) -> list[Path]:
+    def blocks(self) -> list[Path]:
         """The folders of files, in order."""
         return sorted(path for path in self.outputs.iterdir() if path.suffix != ".old")
 
     def require_all(self) -> None:
         """Raises InputError unless the files are those of the chunks; removes others."""
-        shards = set(self.shards)
+        blocks = set(self.blocks)
         for folder, paths in groupby(self.files, lambda path: path.parent):
             expected = {path.name for path in paths}
-            found = {path.name for path in folder.iterdir()} if folder in shards else set()
+            found = {path.name for path in folder.iterdir()} if folder in blocks else set()
             if expected - found:
                 raise InputError(f"{folder} has fewer files than were written. Run the job again")
             for name in found - expected:  # of a run whose chunks were fewer
                 (folder / name).unlink()
-            shards.remove(folder)
-        for folder in shards:
+            blocks.remove(folder)
+        for folder in blocks:
             shutil.rmtree(folder)
 
     def begin(self, fingerprint: Fingerprint, *, force: bool) -> str:

@@ -22,11 +22,11 @@ from transferry.runtime.io.folders import replace_folder
 from transferry.runtime.jobs.chunk_folder import INPUT, ChunkFolder
 from transferry.runtime.jobs.formats.rows import InputRow, hash_rows
 from transferry.runtime.jobs.formats.sources import Inputs, Steady
-from transferry.runtime.jobs.job import Job, Runner
+from transferry.runtime.jobs.job import Job
 from transferry.runtime.jobs.job_options import JobOptions
 from transferry.runtime.jobs.journal import Chunk, Journal, differences, hash_of_hashes
-from transferry.runtime.jobs.output_files import LINES
-from transferry.runtime.jobs.plan import Plan
+from transferry.runtime.jobs.output_files import LINES, write_manifest
+from transferry.runtime.jobs.plan import Plan, Runner
 from transferry.runtime.jobs.summary import Summary, Tally, read_summary
 from transferry.runtime.stopping import raising
 
@@ -295,8 +295,10 @@ class ChunkRunner(Runner):
         """Gives the folder of chunks the output's name, last of all."""
         describe(hash_of_hashes(chunk.sha256 for chunk in journal.chunks if chunk.sha256))
         folder = cast(ChunkFolder, journal)
-        whole = folder.shards if len(folder.shards) == 1 else [folder.outputs]
-        replace_folder(whole[0], job.output)
+        whole, *others = folder.blocks
+        whole = folder.outputs if others else whole
+        write_manifest(whole, folder.parts)
+        replace_folder(whole, job.output)
         sync_folder(job.output.parent)
 
 

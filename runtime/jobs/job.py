@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from functools import cached_property, partial
-from itertools import islice, tee
+from itertools import tee
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -21,17 +21,19 @@ from transferry.runtime.engine.tasks.task import Task
 from transferry.runtime.errors import LOG, InputError, Option, TransferryError, UsageError
 from transferry.runtime.io.atomic import durable_file, require_writable, standard_output, unwritable
 from transferry.runtime.io.outputs import STANDARD_STREAM, require_own
-from transferry.runtime.io.whole import sha256
 from transferry.runtime.jobs.canary import Canary
+from transferry.runtime.jobs.chunk_folder import ending_of
 from transferry.runtime.jobs.formats.detection import named_format
 from transferry.runtime.jobs.formats.openai_batch import Seen
 from transferry.runtime.jobs.formats.readers import open_inputs, open_reader, read_rows
 from transferry.runtime.jobs.formats.records import ColumnChoice, Record, RowWriter
+from transferry.runtime.jobs.formats.remote_file import RemoteFile
 from transferry.runtime.jobs.formats.rows import InputRow, RowReader, hash_chunks, hash_rows
 from transferry.runtime.jobs.formats.sources import Inputs, open_sources
 from transferry.runtime.jobs.formats.writers import open_writer
 from transferry.runtime.jobs.job_options import JobOptions, fraction
 from transferry.runtime.jobs.journal import JOB_FORMAT, Chunk, Journal, differences, hash_of_hashes
+from transferry.runtime.jobs.merge import join_remote
 from transferry.runtime.jobs.output_files import (
     BESIDE,
     FOLDER,
@@ -41,8 +43,9 @@ from transferry.runtime.jobs.output_files import (
     beside,
     check_output,
     foreign_output,
+    remote_output,
 )
-from transferry.runtime.jobs.plan import hash_of_input, partition_range
+from transferry.runtime.jobs.plan import RESTORE, Runner, hash_of_input, partition_range
 from transferry.runtime.jobs.summary import Summary, Tally, read_summary
 from transferry.runtime.settings import to_toml
 from transferry.runtime.stopping import at_stop
@@ -52,76 +55,6 @@ DECISIVE = (
     *("manifest_sha256", "variant", "provider", "threads", "optimisation", "tf32"),
     *("transferry", "onnxruntime"),
 )
-RESTORE = "Restore it, or add --force to discard the saved rows"
-
-
-class Runner:
-    """Computes the chunks of a job, in this process and in order, and joins its output.
-
-    Attributes:
-        journal: Kind of the job's folder.
-        about: Facts about the runner for the summary.
-        in_order: Whether the finished chunks are always the first ones of the input.
-        owns_output: Whether this process writes the output, and not only chunks of it.
-    """
-
-    journal: type[Journal] = Journal
-    about: Mapping[str, Any] = {}
-    in_order, owns_output = True, True
-
-    def check_kind(self, output: Path) -> None:
-        """Raises UsageError for an output that is not a file."""
-        if output.exists() and not output.is_file():
-            raise UsageError(f"{output} is not a file, so it is not replaced; name another")
-
-    def outlook(self, job: Job) -> tuple[int, str]:
-        """Returns the number of processes that compute, and words on them, if any."""
-        return 1, ""
-
-    def run(
-        self,
-        job: Job,
-        journal: Journal,
-        summary: Summary,
-        add: Callable[[Tally], None],
-        watch: Callable[[Summary], None],
-    ) -> None:
-        """Finishes every chunk that is not finished yet; the journal has all of them afterwards.
-
-        The runner keeps `summary.saved` up to date. `add` adds counts to the summary, and raises
-        InputError after too many errors; for `watch` see `Job.run`.
-        """
-        rows, first, most = job.rows(*job.row_range), job.row_range[0], job.options.chunk_rows
-        for chunk in journal.chunks:
-            job.require_unchanged(chunk, islice(rows, chunk.rows))
-        if journal.is_complete(most) and next(rows, None) is not None:
-            raise InputError(f"{job.layout.path} has grown since its end was computed. {RESTORE}")
-        summary.saved = journal.rows
-        for chunk in journal.chunks:
-            add(chunk)
-        watch(summary)
-        # The engine does not stop between chunks.
-        with (
-            job.counting(summary, add, watch) as count,
-            closing(job.results(rows, first + journal.rows)) as results,
-        ):
-            while not journal.is_complete(most):
-                with journal.next_file() as file:
-                    chunk = job.write(islice(results, most), file, first + journal.rows, count)
-                if chunk.rows < most:
-                    job.require_counted(journal.rows + chunk.rows)
-                journal.append(chunk)
-                summary.saved = journal.rows
-
-    def publish(self, job: Job, journal: Journal, describe: Callable[[str], None]) -> None:
-        """Gives the output its name, last of all: where it exists, everything does.
-
-        `describe` writes summary and settings beside the output, given its hash.
-        """
-        with durable_file(job.output, journal.folder) as file:
-            job.writer.join(journal.files, file)
-            file.flush()
-            describe(sha256(Path(file.name)))
 
 
 class Job:
@@ -137,7 +70,7 @@ class Job:
         self,
         bundle: Engine | Path | str,
         inputs: Inputs,
-        output: Path | str,
+        output: Path | str | RemoteFile,
         options: JobOptions | None = None,
         runner: Runner | None = None,
     ) -> None:
@@ -147,7 +80,8 @@ class Job:
             bundle: An engine, or the folder of a bundle.
             inputs: File of the rows, or several, which are read one after another: paths, patterns
                 such as "rows/*.jsonl", folders of Hugging Face datasets, URLs; "-" is stdin.
-            output: File of the results; "-" is stdout, where a job cannot be resumed.
+            output: File of the results; "-" is stdout, where a job cannot be resumed. A URL is a
+                folder of parts, whose job folder lies in the working folder.
             options: Settings; all by default if not given.
             runner: Computes the chunks; this process if not given.
 
@@ -156,9 +90,12 @@ class Job:
             UsageError: The options do not fit each other, the bundle or the files.
         """
         self.options = options = options or JobOptions()
-        self.output, self.runner = Path(output), runner or Runner()
+        self.remote = remote_output(output, options.partition)
+        self.output = Path(output if self.remote is None else self.remote.folder.name)  # type: ignore[arg-type]
+        self.runner = runner or Runner()
         if self.output != STANDARD_STREAM and self.runner.owns_output:
-            self.runner.check_kind(self.output)
+            if self.remote is None:
+                self.runner.check_kind(self.output)
             require_writable(self.output, BESIDE)
         self.sources = open_sources(inputs)
         if self.runner.owns_output:
@@ -166,7 +103,10 @@ class Job:
             read = (*self.sources, options.target, Path(folder))
             local = [path for path in read if isinstance(path, Path)]
             foreign = self.runner.journal.foreign
-            check_output(self.output, local, "job", force=options.force, foreign_folder=foreign)
+            if self.remote is None:
+                check_output(self.output, local, "job", force=options.force, foreign_folder=foreign)
+            else:
+                require_own(self.folder, foreign)
         if options.partition is not None and STANDARD_STREAM in self.sources:
             raise UsageError("a partition needs the whole input counted, so it cannot be of stdin")
         self.engine = bundle if isinstance(bundle, Engine) else Engine.load(bundle)
@@ -253,7 +193,8 @@ class Job:
         """The job's first row, and a row that comes after its last; None if unknown."""
         if self.options.partition is None:
             return 0, self.options.limit
-        shared = None if self.output == STANDARD_STREAM else self.output.parent / LINES
+        local = self.remote is None and self.output != STANDARD_STREAM
+        shared = self.output.parent / LINES if local else None
         return partition_range(self.reader, self.target, self.options, shared)
 
     def count(self) -> int | None:
@@ -313,8 +254,10 @@ class Job:
             summary.made = self._made()
             return summary
         with self._telling_saved(summary), self.runner.journal.locked(self.folder) as journal:
-            if self.output.exists() and not self.options.force:
-                finished = self._finished()
+            if (record := self._former()) is not None:
+                finished = self._finished(record)
+                if self.remote is not None:
+                    self._complete(say)
                 if journal.former() in (None, self.fingerprint):
                     journal.clear()
                 return finished
@@ -324,9 +267,15 @@ class Job:
                 say(self._resumed(journal.rows))
             summary.resumed = journal.session
             self.runner.run(self, journal, summary, add, watch)
-            if not self.options.force:  # it may have appeared since the job began
-                require_own(self.output, lambda path: foreign_output(path, "job"))
-            self.runner.publish(self, journal, partial(self._describe, journal, summary, settings))
+            texts = partial(self._texts, journal, summary, settings)
+            if self.remote is not None:
+                watch(replace(summary, note=f"uploading to {self.remote.folder}"))
+                self.remote.publish(journal.parts, ending_of(self.fingerprint), texts)
+                self._complete(say)
+            else:
+                if not self.options.force:  # it may have appeared since the job began
+                    require_own(self.output, lambda path: foreign_output(path, "job"))
+                self.runner.publish(self, journal, partial(self._describe, journal, texts))
             journal.clear()
         return summary
 
@@ -454,35 +403,54 @@ class Job:
         chunk.source_sha256 = digest.hexdigest()
         return chunk
 
-    def _describe(
+    def _texts(
         self,
         journal: Journal,
         summary: Summary,
         settings: Mapping[str, Any] | None,
         output_sha256: str,
-    ) -> None:
-        """Writes the summary and the settings beside the output."""
+    ) -> dict[str, str]:
+        """Returns the texts of the summary and the settings."""
         sources = hash_of_hashes(chunk.source_sha256 for chunk in journal.chunks)
         summary.made = self._made() | {"source_sha256": sources, "sha256": output_sha256}
         texts = {SUMMARY: f"{json.dumps(summary.to_dict(), indent=1)}\n"}
         if settings is not None:
             texts[SETTINGS] = to_toml(settings, summary.plain())
-        for suffix, text in texts.items():
+        return texts
+
+    def _describe(
+        self, journal: Journal, texts: Callable[[str], Mapping[str, str]], output_sha256: str
+    ) -> None:
+        """Writes the summary and the settings beside the output."""
+        for suffix, text in texts(output_sha256).items():
             with durable_file(beside(self.output, suffix), journal.folder) as file:
                 file.write(text.encode(errors="replace"))
+
+    def _complete(self, say: Callable[[str], None]) -> None:
+        """Completes the output of partitions elsewhere, or says what is lacking."""
+        if self.remote is not None and self.options.partition is not None:
+            count = fraction(self.options.partition)[1]
+            if note := join_remote(self.remote, count):
+                say(note)
 
     def _made(self) -> dict[str, Any]:
         tally = self.canary.tally() if self.canary is not None else {}
         made = {"fingerprint": self.fingerprint, **self.engine.describe(), **tally}
         return {**made, **self.runner.about}
 
-    def _finished(self) -> Summary:
-        """Returns the summary of the existing output, which this job must have written."""
-        refusal = f"{self.output} exists already"
-        remedy = "add --force to replace it"
+    def _former(self) -> dict[str, Any] | None:
+        """Returns the summary of an existing output, if it is not to be replaced."""
+        if self.remote is not None:
+            return self.remote.begin(self.fingerprint, force=self.options.force)
+        if not self.output.exists() or self.options.force:
+            return None
         require_own(self.output, lambda path: foreign_output(path, "job"))
-        record = read_summary(self.output)
-        assert record is not None
+        return read_summary(self.output)
+
+    def _finished(self, record: dict[str, Any]) -> Summary:
+        """Returns the summary of the existing output, which this job must have written."""
+        refusal = f"{self.output if self.remote is None else self.remote.folder} exists already"
+        remedy = "add --force to replace it"
         if changes := differences(record["fingerprint"], self.fingerprint):
             named = (change.partition(" was ") for change in changes)
             parts = [part for name, *rest in named for part in (Option(name), *rest, "; ")]

@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO, NamedTuple, Self
 
 import msgspec
 from filelock import FileLock, Timeout
@@ -92,6 +92,24 @@ class Chunk(Tally):
             return False
         same = (found.st_size, found.st_mtime_ns) == (self.size, self.modified)
         return same or self.is_intact(file)
+
+
+class Part(NamedTuple):
+    """A file of an output that is a folder.
+
+    Attributes:
+        first: Number of its first row.
+        rows: Number of its rows.
+        size: Its bytes.
+        sha256: Its hash.
+        path: The file.
+    """
+
+    first: int
+    rows: int
+    size: int
+    sha256: str
+    path: Path
 
 
 class Chunks:
@@ -182,10 +200,10 @@ class Journal:
 
     Attributes:
         own: Pattern of the names in the folder, those of earlier formats included.
-        shard: Chunks whose files share a folder.
+        block: Chunks whose files share a folder.
     """
 
-    shard = 1000
+    block = 1000
 
     # Formats 1 to 3 had the parts in one folder, format 1 other temporary files; see `clear`.
     own = re.compile(
@@ -283,6 +301,14 @@ class Journal:
         sync_folder(self.folder.parent)
         return note
 
+    @property
+    def parts(self) -> Iterator[Part]:
+        """The finished chunks as files of an output, without empty ones behind the first."""
+        chunks = (chunk for chunk in self.chunks if chunk.sha256)
+        for number, (chunk, path) in enumerate(zip(chunks, self.files, strict=True)):
+            if chunk.rows or not number:
+                yield Part(chunk.first, chunk.rows, chunk.size, chunk.sha256, path)
+
     @contextmanager
     def next_file(self) -> Iterator[BinaryIO]:
         """Opens the file of the next chunk; it is on the disk when the `with` ends."""
@@ -320,7 +346,7 @@ class Journal:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def _path(self, number: int) -> Path:
-        return self.folder / f"{number // self.shard:06d}" / f"{number:08d}.part"
+        return self.folder / f"{number // self.block:06d}" / f"{number:08d}.part"
 
     def _require_own(self) -> None:
         """Refuses a folder with files that are not of a job, since `clear` would follow."""

@@ -3,23 +3,43 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.io.atomic import atomic_file, require_writable, standard_output
+from transferry.runtime.io.documents import read_document
+from transferry.runtime.io.folders import staged_folder
 from transferry.runtime.io.outputs import STANDARD_STREAM, require_own
 from transferry.runtime.io.whole import sha256
+from transferry.runtime.jobs.chunk_folder import ending_of
 from transferry.runtime.jobs.formats.columnar import opened_parquet
 from transferry.runtime.jobs.formats.detection import named_format
 from transferry.runtime.jobs.formats.records import RowWriter
+from transferry.runtime.jobs.formats.remote_file import RemoteFile, RemoteFolder
 from transferry.runtime.jobs.formats.writers import join_writer
 from transferry.runtime.jobs.job_options import fraction
-from transferry.runtime.jobs.journal import JOB_FORMAT, differences, hash_output, parts_of
-from transferry.runtime.jobs.output_files import LINES, check_output, foreign_output
+from transferry.runtime.jobs.journal import (
+    JOB_FORMAT,
+    Part,
+    differences,
+    hash_of_hashes,
+    hash_output,
+    parts_of,
+)
+from transferry.runtime.jobs.output_files import (
+    LINES,
+    MANIFEST,
+    SUMMARY,
+    RemoteOutput,
+    check_output,
+    foreign_output,
+    write_manifest,
+)
 from transferry.runtime.jobs.summary import Summary, read_summary, summary_path
 
 
@@ -28,15 +48,15 @@ class _Partition:
     """The output of one partition; or of a whole job, where workers of Ray wrote a folder.
 
     Attributes:
-        path: The output, a file or a folder of files.
+        path: The output, a file or a folder of files; elsewhere its summary.
         number: Number of the partition, from 1.
         count: Number of partitions.
         fingerprint: Fingerprint of its job, without `number`.
         record: Its whole summary.
-        rows: Its first row, and the row after its last; None in earlier versions.
+        rows: Its first row, and the row after its last; None for a whole job.
     """
 
-    path: Path
+    path: Any
     number: int
     count: int
     fingerprint: dict[str, Any]
@@ -44,13 +64,7 @@ class _Partition:
     rows: list[int] | None = None
 
     @classmethod
-    def read(cls, path: Path) -> _Partition:
-        record = read_summary(path)
-        if record is None:
-            raise InputError(
-                f"{path} has no {summary_path(path).name} beside it that tells how it was made; "
-                "give what `transferry run` wrote, with its summary"
-            )
+    def of(cls, path: Any, record: dict[str, Any]) -> _Partition:
         fingerprint = dict(record["fingerprint"])
         if (found := fingerprint.get("job_format", 1)) != JOB_FORMAT:
             raise InputError(
@@ -58,7 +72,7 @@ class _Partition:
                 f"{JOB_FORMAT}, found {found}. Merge with that version, or run the partition again"
             )
         partition = fingerprint.pop("partition", None)
-        if partition is None and path.is_dir():
+        if partition is None and isinstance(path, Path) and path.is_dir():
             return cls(path, 1, 1, fingerprint, record)
         if partition is None:
             raise InputError(f"{path} is not a partition: its job ran without --partition")
@@ -68,9 +82,7 @@ class _Partition:
 
     def check(self) -> None:
         """Refuses an output that has changed since its job wrote it."""
-        rows = self.fingerprint.get("input_rows", self.record["rows"])
-        # Earlier versions told the rows by the number alone.
-        first, last = self.rows or [rows * n // self.count for n in (self.number - 1, self.number)]
+        first, last = self.rows or (0, self.record["rows"])
         if hash_output(self.path) != self.record["sha256"] or self.record["rows"] != last - first:
             raise InputError(
                 f"{self.path} has changed since its job wrote it; copy it again, or run "
@@ -82,27 +94,54 @@ class _Partition:
         """The files of the output, in the order of the rows."""
         return parts_of(self.path) if self.path.is_dir() else [self.path]
 
+    def parts(self) -> Iterator[Part]:
+        """Yields the files with rows, in order."""
+        if not self.path.is_dir():
+            first, rows = (self.rows or [0])[0], self.record["rows"]
+            yield Part(first, rows, self.path.stat().st_size, self.record["sha256"], self.path)
+            return
+        listed = read_document(self.path / MANIFEST, dict[str, Any], "run the job again")["parts"]
+        for part in listed:
+            path = self.path / part["name"]
+            first = int(path.name.partition(".")[0])
+            yield Part(first, part["rows"], part["bytes"], part["sha256"], path)
 
-def merge(paths: Sequence[Path], out: Path, *, force: bool = False) -> Summary:
+
+def _read(path: Path) -> _Partition:
+    if (record := read_summary(path)) is None:
+        raise InputError(
+            f"{path} has no {summary_path(path).name} beside it that tells how it was made; "
+            "give what `transferry run` wrote, with its summary"
+        )
+    return _Partition.of(path, record)
+
+
+def merge(
+    paths: Sequence[Path], out: Path | RemoteFile, *, force: bool = False, keep_parts: bool = False
+) -> Summary:
     """Joins the outputs of all partitions of a job; returns the summary of all together.
 
     Args:
         paths: The outputs, in any order, each with its summary beside it.
-        out: The joined output, in the same format, with a summary; "-" is standard output.
+        out: The joined output, in the same format, with a summary; "-" is standard output. A URL
+            is a folder of parts.
         force: Replace `out` if it exists.
+        keep_parts: Make `out` a folder with the outputs as they are, and a manifest.
 
     Raises:
         InputError: A partition is missing, given twice, of another job or changed; or `out` cannot
             be written.
         UsageError: `out` exists, is one of the partitions, or has another format.
     """
+    if isinstance(out, RemoteFile):
+        return _upload([*map(_read, paths)], RemoteOutput(RemoteFolder(out.url)), force=force)
+    if keep_parts and out == STANDARD_STREAM:
+        raise UsageError("--keep-parts leaves a folder, and - is standard output; name the folder")
     what, read = "one of the partitions", [*paths, *map(summary_path, paths)]
     check_output(out, read, "merge", force=force, what=what)
     if out != STANDARD_STREAM:
         require_writable(out, [summary_path(out).name.removeprefix(out.name)])
-    partitions = _complete([_Partition.read(path) for path in paths])
-    for partition in partitions:
-        partition.check()
+    partitions = _checked([*map(_read, paths)])
     hashes = [partition.record["sha256"] for partition in partitions]
     if out.exists() and not force:
         require_own(out, lambda path: foreign_output(path, "merge"))
@@ -110,12 +149,11 @@ def merge(paths: Sequence[Path], out: Path, *, force: bool = False) -> Summary:
         if former.get("merged") != hashes:
             raise UsageError(f"{out} exists already; add --force to replace it")
         return replace(Summary.from_dict(former), finished_before=True)
+    summary = _joined(partitions)
+    if keep_parts:
+        _keep(partitions, out, summary)
+        return summary
     writer = _writer(partitions[0], out)
-    summary = Summary()
-    for partition in partitions:
-        done = Summary.from_dict(partition.record)
-        summary.add(done)
-        summary.resumed += done.resumed
     files = [path for partition in partitions for path in partition.files]
     if out == STANDARD_STREAM:
         with standard_output() as file:
@@ -124,20 +162,111 @@ def merge(paths: Sequence[Path], out: Path, *, force: bool = False) -> Summary:
     with atomic_file(out) as file:
         writer.join(files, file)
         file.flush()
-        certificates = {str(partition.record.get("certificate")) for partition in partitions}
-        summary.made = {
-            "fingerprint": partitions[0].fingerprint,
-            "certificates": sorted(certificates),
-            "merged": hashes,
-            "sha256": sha256(Path(file.name)),
-        }
-        # Killed after this, the same command goes on; beside another summary it would be refused.
-        out.unlink(missing_ok=True)
-        with atomic_file(summary_path(out)) as beside:
-            beside.write(f"{json.dumps(summary.to_dict(), indent=1)}\n".encode())
+        _describe(summary, out, sha256(Path(file.name)))
+    _forget_lines(partitions)
+    return summary
+
+
+def _joined(partitions: Sequence[_Partition]) -> Summary:
+    """Returns the summary of partitions together."""
+    summary = Summary()
+    for partition in partitions:
+        done = Summary.from_dict(partition.record)
+        summary.add(done)
+        summary.resumed += done.resumed
+    summary.made = {
+        "fingerprint": partitions[0].fingerprint,
+        "certificates": sorted({str(each.record.get("certificate")) for each in partitions}),
+        "merged": [partition.record["sha256"] for partition in partitions],
+    }
+    return summary
+
+
+def _describe(summary: Summary, out: Path, digest: str) -> None:
+    """Writes the summary beside an output that is about to appear."""
+    summary.made["sha256"] = digest
+    # Killed after this, the same command goes on; beside another summary it would be refused.
+    shutil.rmtree(out) if out.is_dir() else out.unlink(missing_ok=True)
+    with atomic_file(summary_path(out)) as beside:
+        beside.write(f"{json.dumps(summary.to_dict(), indent=1)}\n".encode())
+
+
+def _forget_lines(partitions: Sequence[_Partition]) -> None:
     for folder in {partition.path.parent / LINES for partition in partitions}:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _checked(partitions: Sequence[_Partition]) -> list[_Partition]:
+    found = _complete(partitions)
+    for partition in found:
+        partition.check()
+    return found
+
+
+def _parts(partitions: Sequence[_Partition]) -> list[Part]:
+    """Returns the parts of partitions, in order, without those of no row."""
+    found = [part for partition in partitions for part in partition.parts()]
+    return [part for part in found if part.rows] or found[:1]
+
+
+def _keep(partitions: Sequence[_Partition], out: Path, summary: Summary) -> None:
+    """Makes a folder of the partitions' files; they are links where the file system has them."""
+    parts, ending = _parts(partitions), ending_of(partitions[0].fingerprint)
+    with staged_folder(out) as folder:
+        placed = [part._replace(path=folder / f"{part.first:012d}.{ending}") for part in parts]
+        for part, new in zip(parts, placed, strict=True):
+            try:
+                os.link(part.path, new.path)
+            except OSError:  # another file system, or one without links
+                shutil.copyfile(part.path, new.path)
+        write_manifest(folder, placed)
+        _describe(summary, out, hash_of_hashes(part.sha256 for part in parts))
+        folder.rename(out)
+    _forget_lines(partitions)
+
+
+def _upload(partitions: Sequence[_Partition], output: RemoteOutput, *, force: bool) -> Summary:
+    """Writes the partitions' files to a folder elsewhere."""
+    partitions = _checked(partitions)
+    summary = _joined(partitions)
+    former = output.begin(summary.made["fingerprint"], force=force)
+    if former is not None and former.get("merged") == summary.made["merged"]:
+        return replace(Summary.from_dict(former), finished_before=True)
+    if former is not None:
+        raise UsageError(f"{output.folder} exists already; add --force to replace it")
+
+    def texts(digest: str) -> dict[str, str]:
+        summary.made["sha256"] = digest
+        return {SUMMARY: f"{json.dumps(summary.to_dict(), indent=1)}\n"}
+
+    output.publish(_parts(partitions), ending_of(partitions[0].fingerprint), texts)
+    _forget_lines(partitions)
     return summary
+
+
+def join_remote(output: RemoteOutput, count: int) -> str:
+    """Completes the output of partitions elsewhere, if all are there.
+
+    The last one that ends completes it; several at once write the same bytes.
+
+    Returns:
+        What is lacking; "" for nothing.
+    """
+    names = output.folder.sizes()
+    marks = [f".{number}-of-{count}" for number in range(1, count + 1)]
+    if missing := [mark for mark in marks if f"_manifest{mark}.json" not in names]:
+        return f"{len(missing)} of {count} partitions are still missing in {output.folder}"
+    records = {f"{output.folder}/_summary{mark}.json": f"_summary{mark}.json" for mark in marks}
+    try:
+        found = [_Partition.of(place, output.record(name)) for place, name in records.items()]
+        partitions = _complete(found)
+    except InputError as error:
+        return f"{output.folder} is not complete: {error}"
+    listed = [output.record(f"_manifest{mark}.json")["parts"] for mark in marks]
+    parts = [part for each in listed for part in each]
+    summary = _joined(partitions)
+    output.finish([part for part in parts if part["rows"]] or parts[:1], summary)
+    return ""
 
 
 def _complete(partitions: Sequence[_Partition]) -> list[_Partition]:

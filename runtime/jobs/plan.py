@@ -1,19 +1,26 @@
-"""Shares of a job: the rows of a partition, and the chunks of each of several workers."""
+"""Who computes what of a job: one process, a partition of its rows, workers their chunks."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import closing
 from heapq import heappop, heappush
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
+from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.io.atomic import durable_file
+from transferry.runtime.io.whole import sha256
 from transferry.runtime.jobs.formats.rows import RowReader
 from transferry.runtime.jobs.job_options import JobOptions, fraction
+from transferry.runtime.jobs.journal import Journal
+from transferry.runtime.jobs.summary import Summary, Tally
 
+RESTORE = "Restore it, or add --force to discard the saved rows"
 # Chunks that wait, since a worker died of them, until all others are handed out.
 _MOST_TRIED = 4
 # Spans of a worker if all were of the length of the first.
@@ -48,6 +55,75 @@ def hash_of_input(reader: RowReader, target: RowReader | None) -> str:
     """Returns a hash by which partitions know that they are of one input, without reading it."""
     outline = [reader.outline(), target and target.outline()]
     return hashlib.sha256(json.dumps(outline).encode()).hexdigest()
+
+
+class Runner:
+    """Computes the chunks of a job, in this process and in order, and joins its output.
+
+    Attributes:
+        journal: Kind of the job's folder.
+        about: Facts about the runner for the summary.
+        in_order: Whether the finished chunks are always the first ones of the input.
+        owns_output: Whether this process writes the output, and not only chunks of it.
+    """
+
+    journal: type[Journal] = Journal
+    about: Mapping[str, Any] = {}
+    in_order, owns_output = True, True
+
+    def check_kind(self, output: Path) -> None:
+        """Raises UsageError for an output that is not a file."""
+        if output.exists() and not output.is_file():
+            raise UsageError(f"{output} is not a file, so it is not replaced; name another")
+
+    def outlook(self, job: Any) -> tuple[int, str]:
+        """Returns the number of processes that compute, and words on them, if any."""
+        return 1, ""
+
+    def run(
+        self,
+        job: Any,
+        journal: Journal,
+        summary: Summary,
+        add: Callable[[Tally], None],
+        watch: Callable[[Summary], None],
+    ) -> None:
+        """Finishes every chunk that is not finished yet; the journal has all of them afterwards.
+
+        The runner keeps `summary.saved` up to date. `add` adds counts to the summary, and raises
+        InputError after too many errors; for `watch` see `Job.run`.
+        """
+        rows, first, most = job.rows(*job.row_range), job.row_range[0], job.options.chunk_rows
+        for chunk in journal.chunks:
+            job.require_unchanged(chunk, islice(rows, chunk.rows))
+        if journal.is_complete(most) and next(rows, None) is not None:
+            raise InputError(f"{job.layout.path} has grown since its end was computed. {RESTORE}")
+        summary.saved = journal.rows
+        for chunk in journal.chunks:
+            add(chunk)
+        watch(summary)
+        # The engine does not stop between chunks.
+        with (
+            job.counting(summary, add, watch) as count,
+            closing(job.results(rows, first + journal.rows)) as results,
+        ):
+            while not journal.is_complete(most):
+                with journal.next_file() as file:
+                    chunk = job.write(islice(results, most), file, first + journal.rows, count)
+                if chunk.rows < most:
+                    job.require_counted(journal.rows + chunk.rows)
+                journal.append(chunk)
+                summary.saved = journal.rows
+
+    def publish(self, job: Any, journal: Journal, describe: Callable[[str], None]) -> None:
+        """Gives the output its name, last of all: where it exists, everything does.
+
+        `describe` writes summary and settings beside the output, given its hash.
+        """
+        with durable_file(job.output, journal.folder) as file:
+            job.writer.join(journal.files, file)
+            file.flush()
+            describe(sha256(Path(file.name)))
 
 
 class Plan:

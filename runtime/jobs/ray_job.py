@@ -29,9 +29,11 @@ from transferry.runtime.errors import InputError, UsageError, install_command
 from transferry.runtime.hardware import usable_cores
 from transferry.runtime.io.outputs import STANDARD_STREAM
 from transferry.runtime.jobs.distribution import LOST, Call, ChunkRunner, Worker
+from transferry.runtime.jobs.formats.remote_file import RemoteFile
 from transferry.runtime.jobs.formats.sources import Inputs, open_sources
 from transferry.runtime.jobs.job import Job
 from transferry.runtime.jobs.job_options import JobOptions, RayOptions
+from transferry.runtime.jobs.output_files import remote_output
 from transferry.runtime.tables import counted
 
 # Defaults: nothing leaves the machine.
@@ -48,7 +50,7 @@ _LOOK_EVERY, _PATIENCE = 5.0, 30.0
 def ray_job(
     load: Callable[[], Engine],
     inputs: Inputs,
-    output: Path | str,
+    output: Path | str | RemoteFile,
     options: JobOptions | None = None,
     ray_options: RayOptions | None = None,
 ) -> Job:
@@ -64,7 +66,9 @@ def ray_job(
         UsageError: The options do not fit each other, the bundle or the files, or Ray is not
             installed.
     """
-    sources, output, options = open_sources(inputs), Path(output), options or JobOptions()
+    sources, options = open_sources(inputs), options or JobOptions()
+    if remote_output(output) is None:
+        output = Path(output).absolute()  # type: ignore[arg-type]
     if STANDARD_STREAM in (*sources, output):
         raise UsageError(
             "workers of Ray share files, not standard input and output; name a file, and a "
@@ -76,7 +80,7 @@ def ray_job(
         options = replace(options, target=options.target.absolute())
     runner = RayRunner(load, ray_options or RayOptions("ray"))
     shared = [each.absolute() if isinstance(each, Path) else each for each in sources]
-    return Job(load(), shared, output.absolute(), options, runner)
+    return Job(load(), shared, output, options, runner)
 
 
 class RayRunner(ChunkRunner):

@@ -144,7 +144,7 @@ def test_a_job_over_standard_input_is_resumed(
     bundle_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same lines have to come again."""
-    from transferry.runtime.jobs.job import Runner
+    from transferry.runtime.jobs.plan import Runner
 
     out, stdin = tmp_path / "out.jsonl", b"one\ntwo\nthree\nfour\nfive\n"
     command: list[str | Path] = ["run", bundle_folder, "-", "-o", out, "--chunk-rows", "2"]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path, PurePosixPath
@@ -117,8 +118,82 @@ class RemoteFile:
 Source: TypeAlias = Path | RemoteFile
 
 
+@dataclass(frozen=True)
+class RemoteFolder:
+    """A folder elsewhere, by URL, to which files are written; every method raises as `opened`."""
+
+    url: str = field(repr=False)
+
+    def __str__(self) -> str:
+        return shown_url(self.url)
+
+    @property
+    def name(self) -> str:
+        """The last name of its path."""
+        return PurePosixPath(self.url.split("?")[0]).name
+
+    @contextmanager
+    def _place(self) -> Iterator[tuple[Any, str]]:
+        """Gives fsspec's file system and the path there."""
+        if self.url.partition("://")[0].lower() in ("http", "https"):
+            raise UsageError(f"{self}: cannot be written: name a store, such as s3:// or gs://")
+        with _told(self.url, "written"):
+            system, path = import_fsspec(self.url).core.url_to_fs(self.url)
+            yield system, path.rstrip("/")
+
+    def sizes(self) -> dict[str, int]:
+        """Returns the sizes of the files in it, by name; a folder in it has -1."""
+        with self._place() as (system, path):
+            system.invalidate_cache()
+            try:
+                found = system.ls(path, detail=True)
+            except FileNotFoundError:  # object stores have no empty folders
+                return {}
+            # Where a file has the folder's name, it is the one that is found.
+            named = ((each["name"].removeprefix(f"{path}/"), each) for each in found)
+            return {
+                name: each["size"] if each["type"] == "file" and name != each["name"] else -1
+                for name, each in named
+                if name
+            }
+
+    def read(self, name: str) -> bytes:
+        """Returns the content of a file."""
+        with self._place() as (system, path):
+            return bytes(system.cat_file(f"{path}/{name}"))
+
+    def write(self, name: str, content: bytes) -> None:
+        """Writes a file that appears whole, also where a store shows files that are not."""
+        with self._place() as (system, path):
+            temporary = f"{path}/{name}.{os.urandom(8).hex()}.tmp"
+            self._make(system, path)
+            system.pipe_file(temporary, content)
+            system.mv(temporary, f"{path}/{name}")
+
+    def upload(self, files: Sequence[tuple[Path, str]]) -> None:
+        """Copies files of this machine into it, under names."""
+        with self._place() as (system, path):
+            self._make(system, path)
+            here, there = zip(*((str(file), f"{path}/{name}") for file, name in files), strict=True)
+            system.put([*here], [*there])
+
+    def remove(self, names: Sequence[str]) -> None:
+        """Removes files; another process may have done so."""
+        with self._place() as (system, path):
+            for name in names:
+                with suppress(FileNotFoundError):
+                    system.rm_file(f"{path}/{name}")
+
+    @staticmethod
+    def _make(system: Any, path: str) -> None:
+        """Makes the folder, where a file system needs that; s3fs would make a bucket too."""
+        parent = path.rpartition("/")[0]
+        if parent and system.isdir(parent) and not system.isdir(path):
+            system.makedirs(path, exist_ok=True)
+
+
 @contextmanager
-def _told(url: str) -> Iterator[None]:
+def _told(url: str, done: str = "read") -> Iterator[None]:
     """Converts exceptions of fsspec and its back ends to our errors."""
     shown = shown_url(url)
     try:
@@ -126,25 +201,28 @@ def _told(url: str) -> Iterator[None]:
     except ImportError as error:  # fsspec names the package that opens the scheme
         reason = f"{shown} cannot be opened ({_brief(error)}); {install_command('remote')}"
         raise UsageError(reason) from error
-    except ValueError as error:  # an unknown scheme
+    except (ValueError, NotImplementedError) as error:  # an unknown scheme, one without writing
         raise UsageError(f"{shown} cannot be opened: {_brief(error)}") from error
     except FileNotFoundError as error:
         # Over http this may also be a server that does not answer, so without a response.
         cause = error.__cause__
         if isinstance(cause, OSError) and getattr(cause, "response", None) is None:
-            raise _unreachable(shown, cause) from error
+            raise _unreachable(shown, cause, done) from error
+        if done == "written":
+            lacking = f"{shown}: cannot be written: there is no such bucket or folder"
+            raise InputError(f"{lacking}; create it, then run the command again") from error
         reason = f": {_brief(cause)}" if cause is not None else ""
         raise InputError(f"{shown}: there is no such file{reason}") from error
     except Exception as error:
         # Each back end has exceptions of its own, whose packages need not be installed.
         if not _of_a_back_end(error):
             raise
-        raise _unreachable(shown, error) from error
+        raise _unreachable(shown, error, done) from error
 
 
-def _unreachable(shown: str, error: BaseException) -> InputError:
+def _unreachable(shown: str, error: BaseException, done: str) -> InputError:
     return InputError(
-        f"{shown}: cannot be read: {_brief(error)}. Check the connection and the credentials, "
+        f"{shown}: cannot be {done}: {_brief(error)}. Check the connection and the credentials, "
         "then run the command again"
     )
 

@@ -17,6 +17,7 @@ from transferry.runtime.engine.tasks.generate import GenerationResult, TextHypot
 from transferry.runtime.jobs.distribution import LOST, Call, ChunkRunner, Worker
 from transferry.runtime.jobs.job import Job
 from transferry.runtime.jobs.job_options import JobOptions
+from transferry.runtime.jobs.journal import parts_of
 from transferry.runtime.jobs.summary import Summary
 
 
@@ -222,4 +223,4 @@ def by_workers(
 
 def joined(folder: Path) -> bytes:
     """Bytes of the files of a folder, in order."""
-    return b"".join(path.read_bytes() for path in sorted(folder.iterdir()))
+    return b"".join(path.read_bytes() for path in parts_of(folder))

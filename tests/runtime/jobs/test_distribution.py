@@ -76,7 +76,8 @@ def test_workers_write_the_bytes_of_a_plain_job(tmp_path: Path, form: str, rows:
     job.run()
     assert joined(out) == job.output.read_bytes()
     total = rows + rows // 3
-    assert names(out) == {f"{first:012d}.jsonl" for first in range(0, max(1, total), 3)}
+    chunks = {f"{first:012d}.jsonl" for first in range(0, max(1, total), 3)}
+    assert names(out) == {*chunks, "_manifest.json"}
     record, found = (json.loads(path.read_bytes()) for path in map(summary_path, (job.output, out)))
     for name in ("rows", "errors", "first_error", "source_sha256", "fingerprint"):
         assert found[name] == record[name], name
@@ -108,7 +109,7 @@ def test_many_chunks_lie_in_several_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also those of a job that reads from another row than the first, and is resumed."""
-    monkeypatch.setattr(Journal, "shard", 2)
+    monkeypatch.setattr(Journal, "block", 2)
     source, out = write_rows(tmp_path / "in.txt", 40), tmp_path / "out.jsonl"
     folder = stopped(source, out, partition="2/2")
     assert names(folder / "chunks") <= {"000000", "000001", "000002", "000003"}
@@ -116,7 +117,7 @@ def test_many_chunks_lie_in_several_folders(
     assert by_workers(source, out, partition="2/2").resumed == 1
     whole = run(source, "plain.jsonl", partition="2/2")
     assert b"".join(path.read_bytes() for path in parts_of(out)) == whole
-    assert names(out) == {"000000", "000001", "000002", "000003"}
+    assert names(out) == {"000000", "000001", "000002", "000003", "_manifest.json"}
     assert names(out / "000003") == {"000000000038.jsonl"}
     assert by_workers(source, out, partition="2/2").finished_before
     assert open_sources(out) == parts_of(out)

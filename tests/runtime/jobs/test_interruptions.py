@@ -14,7 +14,7 @@ import pytest
 
 from tests.runtime.jobs.helpers import Echo, computed_rows, make_job, names, run, write_rows
 from transferry.runtime.errors import InputError, UsageError
-from transferry.runtime.jobs.job import Runner
+from transferry.runtime.jobs.plan import Runner
 from transferry.runtime.jobs.summary import Summary
 
 CHECKOUT = Path(__file__).parents[3]

@@ -8,13 +8,26 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas
 import pytest
 
-from tests.runtime.jobs.helpers import Echo, contents, make_job, read_records, run
+from tests.runtime.jobs.helpers import (
+    Echo,
+    LocalRunner,
+    by_workers,
+    contents,
+    make_job,
+    read_records,
+    run,
+)
 from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.io.whole import sha256
+from transferry.runtime.jobs.formats.remote_file import RemoteFile
+from transferry.runtime.jobs.formats.sources import open_sources
 from transferry.runtime.jobs.job import Job
 from transferry.runtime.jobs.job_options import JobOptions, scheduled
 from transferry.runtime.jobs.merge import merge
+from transferry.runtime.jobs.summary import Summary
 
 ROWS = 11
 
@@ -250,3 +263,143 @@ def test_a_scheduler_tells_the_partition(environment: dict[str, str], expected: 
         return
     with pytest.raises(UsageError, match=expected):
         scheduled(environment)
+
+
+@pytest.mark.parametrize("form", ["jsonl", "csv", "parquet"])
+def test_partitions_stay_a_folder_of_parts(source: Path, tmp_path: Path, form: str) -> None:
+    """They read as one table; a partition without rows is no part."""
+    run(source, f"whole.{form}", limit=2)
+    whole = read_table(tmp_path / f"whole.{form}")
+    parts, out = partitions(source, 3, f".{form}", limit=2), tmp_path / f"out.{form}"
+    before = [part.read_bytes() for part in parts]
+    summary = merge(parts, out, keep_parts=True)
+    assert summary.rows == 2
+    listed = json.loads((out / "_manifest.json").read_bytes())["parts"]
+    assert [part["rows"] for part in listed] == [1, 1]
+    files = [out / part["name"] for part in listed]
+    assert files == sorted(path for path in out.iterdir() if path.name != "_manifest.json")
+    for path, part in zip(files, listed, strict=True):
+        found = path.stat().st_size, sha256(path)
+        assert found == (part["bytes"], part["sha256"])
+    assert pandas.concat([read_table(path) for path in files], ignore_index=True).equals(whole)
+    if form == "parquet":
+        assert pandas.read_parquet(out).equals(whole)
+    assert open_sources(out) == files
+    assert merge(parts, out, keep_parts=True).finished_before
+    with pytest.raises(UsageError, match="is one of the partitions"):
+        merge(parts, parts[0], keep_parts=True, force=True)
+    files[1].unlink()
+    files[1].write_bytes(b"changed")
+    with pytest.raises(UsageError, match="has changed since a merge wrote it"):
+        merge(parts, out, keep_parts=True, force=True)
+    assert [part.read_bytes() for part in parts] == before
+
+
+def read_table(path: Path) -> Any:
+    if path.suffix == ".jsonl":
+        return pandas.read_json(path, lines=True)
+    return pandas.read_csv(path) if path.suffix == ".csv" else pandas.read_parquet(path)
+
+
+def test_a_folder_of_ray_is_kept_as_it_is(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "ray.jsonl"
+    by_workers(source, out)
+    merge([out], tmp_path / "kept.jsonl", keep_parts=True)
+    names = ("000000000000.jsonl", "000000000003.jsonl", "_manifest.json")
+    for name in names:
+        assert (tmp_path / "kept.jsonl" / name).read_bytes() == (out / name).read_bytes()
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> str:
+    """A folder by URL, through fsspec."""
+    pytest.importorskip("fsspec", reason="fsspec, for URLs, is not installed")
+    return f"file://{tmp_path / 'there'}"
+
+
+def stored(url: str) -> bytes:
+    """The rows of a folder elsewhere, as its manifest lists them."""
+    folder = Path(url.removeprefix("file://"))
+    listed = json.loads((folder / "_manifest.json").read_bytes())["parts"]
+    found = {part["name"] for part in listed}
+    assert found == {path.name for path in folder.iterdir() if path.name[0] != "_"}
+    return b"".join((folder / part["name"]).read_bytes() for part in listed)
+
+
+@pytest.mark.parametrize("workers", [False, True])
+def test_an_output_elsewhere(
+    source: Path, tmp_path: Path, elsewhere: str, monkeypatch: pytest.MonkeyPatch, workers: bool
+) -> None:
+    """A folder of parts, whose job folder lies here; replaced by force alone."""
+    monkeypatch.chdir(tmp_path)
+    whole, url = run(source, "whole.jsonl"), f"{elsewhere}.jsonl"
+
+    def job(engine: Echo | None = None, **options: Any) -> Job:
+        runner = LocalRunner() if workers else None
+        return Job(engine or Echo(), source, url, JobOptions(chunk_rows=3, **options), runner)
+
+    if not workers:
+        with pytest.raises(RuntimeError):
+            job(Echo(fail_at=9)).run()
+        assert not any((tmp_path / "there.jsonl").iterdir())
+    summary = job().run(settings={"a": 1})
+    assert summary.resumed == (not workers)
+    assert stored(url) == whole
+    assert not (tmp_path / "there.jsonl.job").exists()
+    record = json.loads((tmp_path / "there.jsonl" / "_summary.json").read_bytes())
+    assert record["rows"] == ROWS
+    assert job().run().finished_before
+    with pytest.raises(UsageError, match="exists already, and limit was not set, is 4; add --fo"):
+        job(limit=4).run()
+    with pytest.raises(UsageError, match="holds the output of another job; add --force"):
+        job(partition="1/2").run()
+    job(force=True, limit=4).run()
+    assert stored(url) == b"".join(whole.splitlines(keepends=True)[:4])
+    (tmp_path / "there.jsonl" / "notes.txt").write_text("dear to somebody")
+    with pytest.raises(UsageError, match=r"holds notes\.txt, which transferry did not write"):
+        job(force=True).run()
+    with pytest.raises(InputError, match="cannot be written: there is no such bucket or folder"):
+        Job(Echo(), source, f"{elsewhere}/absent/out.jsonl").run()
+
+
+def test_partitions_meet_elsewhere(
+    source: Path, tmp_path: Path, elsewhere: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last one completes the output, whichever it is, killed before or not."""
+    monkeypatch.chdir(tmp_path)
+    whole, url, notes = run(source, "whole.jsonl"), f"{elsewhere}.jsonl", list[str]()
+
+    def part(number: int, **options: Any) -> Summary:
+        chosen = JobOptions(chunk_rows=3, partition=f"{number}/3", **options)
+        return Job(Echo(), source, url, chosen).run(say=notes.append)
+
+    part(3)
+    part(1)
+    assert [note.partition(" in ")[0] for note in notes] == [
+        "2 of 3 partitions are still missing",
+        "1 of 3 partitions are still missing",
+    ]
+    with pytest.raises(UsageError, match="holds the output of another job; add --force"):
+        part(2, generation={"beam": 2})
+    part(2)
+    assert stored(url) == whole
+    record = json.loads((tmp_path / "there.jsonl" / "_summary.json").read_bytes())
+    assert (record["rows"], record["errors"]) == (ROWS, {"empty": 1})
+    # A process killed before it completed the output is run again; parts that were cut off, too.
+    (tmp_path / "there.jsonl" / "_manifest.json").unlink()
+    assert part(1).finished_before
+    assert stored(url) == whole
+    (tmp_path / "there.jsonl" / "_manifest.2-of-3.json").unlink()
+    (tmp_path / "there.jsonl" / "_manifest.json").unlink()
+    cut = next((tmp_path / "there.jsonl").glob("000000000003-*"))
+    cut.write_bytes(cut.read_bytes()[:9])
+    part(2)
+    assert stored(url) == whole
+    for number in (1, 2, 3):
+        part(number, force=True, generation={"beam": 2})
+        if number < 3:
+            assert not (tmp_path / "there.jsonl" / "_manifest.json").exists()
+    assert b'"score"' in stored(url)
+    assert "is not complete" in notes[-1] or "are not of the same job" in "".join(notes)
+    merge(partitions(source, 2), RemoteFile(f"{elsewhere}.merged"))
+    assert stored(f"{elsewhere}.merged") == whole

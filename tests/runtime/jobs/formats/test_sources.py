@@ -213,9 +213,13 @@ def test_the_command_takes_several_inputs(
     out, settings = tmp_path / "out.jsonl", ("--max-length", "5")
     done("run", bundle_folder, *parts[:3], f"{server}/part%203.txt", "-o", out, *settings)
     assert [record["source"] for record in read_records(out)] == WHOLE
-    refused = call("run", bundle_folder, parts[0], "-o", "s3://bucket/out.jsonl")
-    assert refused.exit_code == 2
-    assert "only INPUT may be a URL" in refused.stderr
+    for command, told in (
+        (("merge", "s3://bucket/1.jsonl", "-o", out), "only INPUT and --out may be URLs"),
+        (("run", bundle_folder, parts[0], "-o", f"{server}/out.jsonl"), "cannot be written: name"),
+    ):
+        refused = call(*command)
+        assert refused.exit_code == 2
+        assert told in refused.stderr
 
 
 def test_a_dry_run_writes_nothing(bundle_folder: Path, parts: list[Path], tmp_path: Path) -> None:
