@@ -360,9 +360,10 @@ class Worker:
             return error
 
     def _rows(self, first: int) -> Iterator[InputRow]:
-        """Reads a chunk, on from the last one if that is faster."""
-        skipped, most = first - self._next, self._job.options.chunk_rows
-        if self._next < 0 or skipped < 0 or (skipped and self._job.reader.seeks):
+        """Reads a chunk: on from the last one, unless reading begins at some row between them."""
+        skipped, most, reader = first - self._next, self._job.options.chunk_rows, self._job.reader
+        begins = skipped > 0 and reader.seeks and reader.boundary(self._next) <= first
+        if self._next < 0 or skipped < 0 or begins:
             self._read, skipped = self._job.rows(first, self._range[1]), 0
         self._next = first + most
         return islice(self._read, skipped, skipped + most)

@@ -154,7 +154,7 @@ class RayRunner(ChunkRunner):
         try:
             with _apart(log):
                 self._ray.init(address, log_to_driver=False, **own)
-        except (ConnectionError, self._ray.exceptions.RayError) as error:
+        except (ConnectionError, ImportError, ValueError, self._ray.exceptions.RayError) as error:
             if "authentication" in f"{error} {error.__cause__}":
                 raise InputError(
                     f"the Ray cluster at {address} asks for a token: set RAY_AUTH_MODE=token, "

@@ -7,11 +7,14 @@ import random
 import shutil
 import socketserver
 import threading
+import time
+import tracemalloc
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import MagicMock
 
 import pyarrow
@@ -31,7 +34,7 @@ from tests.runtime.jobs.helpers import (
 )
 from transferry.runtime.errors import InputError
 from transferry.runtime.jobs.chunk_folder import ChunkFolder
-from transferry.runtime.jobs.distribution import MOST_TRIES, Distribution, Worker
+from transferry.runtime.jobs.distribution import LOST, MOST_TRIES, Call, Distribution, Worker
 from transferry.runtime.jobs.formats.sources import open_sources
 from transferry.runtime.jobs.job import Job
 from transferry.runtime.jobs.job_options import JobOptions
@@ -184,6 +187,21 @@ def test_a_worker_reads_on_to_the_end_of_a_row_group() -> None:
     assert [plan.next(0) for _ in range(3)] == [10, 20, 30]
 
 
+def test_a_worker_reads_on_in_a_row_group(tmp_path: Path) -> None:
+    """Beginning again would read all rows before the chunk again."""
+    source, out = tmp_path / "in.parquet", tmp_path / "out.jsonl"
+    pyarrow.parquet.write_table(as_table([f"row {row}" for row in range(36)]), source, 18)
+    stopped(source, out)
+    job = Job(Echo(), source, out, JobOptions(chunk_rows=3), LocalRunner())
+    worker = Worker(*LocalRunner().told(job, 0))
+    assert worker.open() is None
+    begun = list[Any]()
+    for first in (0, 9, 15, 21, 30, 6):
+        assert cast(Chunk, worker.compute(first)).first == first
+        begun.append(worker._read)
+    assert [begun.index(each) for each in begun] == [0, 0, 0, 3, 3, 5]
+
+
 def test_a_worker_refuses_what_is_not_the_job(tmp_path: Path) -> None:
     source, out = write_rows(tmp_path / "in.txt", 20), tmp_path / "out.jsonl"
     folder = stopped(source, out)
@@ -307,3 +325,57 @@ def test_a_cluster_that_has_gone_away_ends_the_job() -> None:
     crew.require_alive(1029.0)
     with pytest.raises(InputError, match=rf"head of the Ray cluster at {address} has gone away: "):
         crew.require_alive(1030.0)
+
+
+class Imagined:
+    """Workers that compute nothing of a table that is nowhere; some calls lose their worker."""
+
+    def __init__(self, workers: int, rows: int, chunk_rows: int) -> None:
+        self.workers, self.rows, self.chunk_rows = workers, rows, chunk_rows
+        self.open, self.draw, self.made = deque[Call](), random.Random(0), 0
+
+    def __len__(self) -> int:
+        return self.workers
+
+    def call(self, worker: int, method: str, *arguments: int) -> None:
+        self.open.append(Call(worker, method, *arguments))
+        self.made += 1
+
+    def resources(self) -> str:
+        return ""
+
+    def returned(self, seconds: float) -> Iterator[Call]:
+        for _ in range(self.draw.randint(1, len(self.open))):
+            call = self.open.popleft()
+            call.result = 0 if call.method == "progress" else None
+            if call.method == "compute":
+                rows = min(self.chunk_rows, self.rows - call.first)
+                chunk = Chunk(first=call.first, rows=rows, sha256="0" * 64, source_sha256="0" * 64)
+                call.result = LOST if self.draw.random() < 0.01 else chunk
+            yield call
+
+
+@pytest.mark.thorough
+def test_a_billion_rows_on_a_thousand_machines(tmp_path: Path) -> None:
+    """10,001 chunks and 8,000 workers, simulated: memory, time and calls of the command."""
+    rows, chunk_rows = 1_000_000_001, 100_000
+    reader: Any = SimpleNamespace(
+        count=rows, index=lambda folder: None, boundary=lambda row: -(-row // 2**20) * 2**20
+    )
+    folder = ChunkFolder(tmp_path)
+    folder.begin({"output_format": "parquet", "chunk_rows": chunk_rows}, force=False)
+    job: Any = SimpleNamespace(
+        row_range=(0, None), options=JobOptions(chunk_rows=chunk_rows), reader=reader, target=None
+    )
+    job.folder = tmp_path
+    crew, summary = Imagined(8000, rows, chunk_rows), Summary()
+    began = time.process_time()
+    tracemalloc.start()
+    Distribution(job, folder, crew, summary, lambda summary: None).run(summary.add)
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    seconds, each = time.process_time() - began, kept / len(folder.chunks)
+    print(f"{seconds:.1f} s of CPU, {each:.0f} bytes a chunk, {crew.made:,} calls")
+    assert (len(folder.chunks), folder.chunks.rows, summary.rows) == (10_001, rows, rows)
+    assert each < 100
+    assert crew.made < 40_000

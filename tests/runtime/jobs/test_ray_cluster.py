@@ -89,6 +89,12 @@ def test_a_machine_without_the_bundle_is_named(cluster: Any, sources: str) -> No
         ray_job(with_bundle, *options(sources), on(cluster, 6)).run()
 
 
+@pytest.mark.parametrize("address", ["10.0.0.4", "ray://localhost"])
+def test_an_address_in_another_form_is_refused(sources: str, address: str) -> None:
+    with pytest.raises(InputError, match=f"there is no Ray cluster at {address}: "):
+        ray_job(Echo, *options(sources), RayOptions("ray", ray_address=address)).run()
+
+
 def test_too_few_cpus_are_told_at_once(cluster: Any, sources: str) -> None:
     with pytest.raises(UsageError, match="has room for 6 workers of 1 CPU, not for 7"):
         ray_job(Echo, *options(sources), on(cluster, 7)).run()

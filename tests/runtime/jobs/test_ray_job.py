@@ -112,7 +112,7 @@ def test_a_job_goes_on_where_it_was_stopped(source: Path, tmp_path: Path) -> Non
         by_ray(source, long_rows="truncate").run()
     with pytest.raises(UsageError, match="so it is not the folder of a job"):
         make_job(source).run()
-    (folder / "chunks" / f"{min(saved):012d}.jsonl").write_bytes(b"damaged")
+    (folder / "chunks" / "000000" / f"{min(saved):012d}.jsonl").write_bytes(b"damaged")
     summary = by_ray(source, load=partial(Echo, computed=computed)).run(say=said.append)
     assert summary.resumed == 1
     assert "rows are saved in" in " ".join(said)
