@@ -24,6 +24,7 @@ from transferry.runtime.tokenizer.byte_pair import AnyTokenizer
 LENGTHS = (7, 4, 1)  # tokens of the sources that are tried, padded to one batch
 TARGET, FIRST = 5, 2  # target tokens, and those of the first of two calls
 CLOSE = 1e-9  # of the largest number, in float64
+PROTOCOL = "; docs/how-to/export-a-module.md lists the methods"
 LEAST = LENGTHS[0] + TARGET
 LONGEST = 4096  # tokens that are tried at once
 
@@ -60,11 +61,11 @@ def load_own(
         given = getattr(module, "special_tokens", None)
         tokenizer = read_tokenizer(tokenizer, architecture, given)
     trial = _Trial(copy.deepcopy(module).double(), name, tokenizer)
-    with _told(f"{name}, in float64"), torch.inference_mode():
+    with _told(f"{name}, in float64", PROTOCOL), torch.inference_mode():
         width, outputs = trial.shapes(architecture)
     config = shape_of(module, tokenizer.vocabulary_size, width, outputs)
     model = OwnModel(module, config)
-    with _told(f"{name}, in float64"), torch.inference_mode():
+    with _told(f"{name}, in float64", PROTOCOL), torch.inference_mode():
         trial.behaves(OwnModel(trial.module, config))
     return Checkpoint(
         model,
@@ -78,7 +79,7 @@ def load_own(
 
 
 @contextmanager
-def _told(what: str) -> Iterator[None]:
+def _told(what: str, remedy: str = "") -> Iterator[None]:
     """Turns an error of the user's code into one line."""
     try:
         yield
@@ -86,7 +87,7 @@ def _told(what: str) -> Iterator[None]:
         raise
     except (Exception, SystemExit) as error:  # the user's own code may raise anything
         reason = (str(error).strip().splitlines() or [""])[0][:300]
-        raise UsageError(f"{what}: {type(error).__name__}: {reason}") from error
+        raise UsageError(f"{what}: {type(error).__name__}: {reason}{remedy}") from error
 
 
 def _require_attributes(module: Any, name: str) -> None:
@@ -221,6 +222,8 @@ class _Trial:
         whole = run(model, [*range(len(LENGTHS))])
         again = run(model, [*range(len(LENGTHS))])
         for name, found in again.items():
+            if found.isnan().any():
+                self._refuse(f"{name} is NaN", "let each token see itself, padding too")
             if not torch.equal(found, whole[name]):
                 self._refuse(
                     f"{name} differs between two runs on the same input", "turn dropout off in eval"
@@ -256,8 +259,10 @@ class _Trial:
         past, cross = model.empty_past(len(rows)), list[KeyValues]()
         if model.encoder:
             cross = model.cross(model.encode(source, mask))
-        else:
-            _, past = model.decode(source, mask[:, :0], [], past)
+        else:  # the last row has no past but padding
+            source, mask = source[:, 1:], mask[:, 1:]
+            if most > 1:
+                _, past = model.decode(source, mask[:, :0], [], past)
         kept = [tensor.clone() for both in (*cross, *past) for tensor in both]
         logits, _ = model.decode(self.target[rows], mask, cross, past)
         changed = (tensor for both in (*cross, *past) for tensor in both)

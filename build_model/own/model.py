@@ -162,8 +162,9 @@ def refused_trace(error: BaseException) -> UsageError:
     """Returns the error for a module that torch's exporter refuses: the innermost reason."""
     while error.__cause__ is not None:
         error = error.__cause__
-    reason = (str(error).strip().splitlines() or [""])[0][:200]
+    lines = [line.strip(" -") for line in str(error).strip().splitlines()] or [""]
+    reason = lines[lines[0].endswith(":") and len(lines) > 1][:200]
     return UsageError(
         f"torch's exporter refuses the module: {type(error).__name__}: {reason}; use no branch or "
-        "size that depends on the content of a tensor"
+        "size that depends on the content of a tensor, and no int() of a size"
     )

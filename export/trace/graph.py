@@ -163,8 +163,9 @@ class Traces:
 
 
 def weights_of(module: nn.Module) -> dict[str, Tensor]:
-    """Returns parameters and buffers by name, buffers that no checkpoint stores included."""
-    return dict(module.named_parameters()) | dict(module.named_buffers())
+    """Returns parameters and buffers by each of their names, with buffers that no file stores."""
+    found: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    return found | dict(module.named_buffers(remove_duplicate=False))
 
 
 def trace_key(module: nn.Module, spec: GraphSpec, opset: int) -> tuple[Any, ...]:

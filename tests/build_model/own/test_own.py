@@ -2,6 +2,7 @@
 
 import importlib
 import re
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from transferry.export.checks.claims import manifest_claims
 from transferry.export.checks.weights import weights_claim
 from transferry.export.make import make
 from transferry.export.recipes import RECIPES
+from transferry.export.trace.graph import weights_of
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.errors import InputError, UsageError
 
@@ -29,13 +31,13 @@ LINES = ["w1 w2 w3", "w4 w5 w9 w9 w30", "w7"]
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the page's module, its words and lines."""
-    code = re.search(r"    ```python\n(.*?)    ```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    assert code is not None
-    lines = [line.removeprefix("    ") for line in code[1].splitlines()]
-    (tmp_path / "mine.py").write_text("\n".join(lines))
+    blocks = re.findall(r"( *)```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    code = "\n".join(textwrap.dedent(block) for _, block in blocks)
+    (tmp_path / "mine.py").write_text(code)
     (tmp_path / "words.txt").write_text("\n".join(WORDS))
     (tmp_path / "lines.txt").write_text("\n".join(LINES))
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
     return tmp_path
 
 
@@ -67,6 +69,25 @@ def test_the_page_from_a_module_to_answers(place: Path) -> None:
     assert "--self-test knows the weights of the reference alone" in refused.stderr
     with pytest.raises(UsageError, match="cpu-fp32 writes the cache in place"):
         make(model, RECIPES["cpu-fp32"])
+
+
+@pytest.mark.optional("x_transformers")
+def test_the_page_wraps_x_transformers(place: Path) -> None:
+    x_transformers: Any = importlib.import_module("x_transformers")
+    mine: Any = importlib.import_module("mine")
+
+    def wrapped(**options: Any) -> Any:
+        layers = x_transformers.Decoder(dim=16, depth=1, heads=2, attn_dim_head=8, **options)
+        given = {"num_tokens": len(WORDS), "max_seq_len": 64, "attn_layers": layers}
+        return mine.Writer(x_transformers.TransformerWrapper(**given))
+
+    for options in ({}, {"rotary_pos_emb": True, "use_rmsnorm": True}):
+        model = loaded(wrapped(**options), place).model
+        assert make(model, RECIPES["portable"])["decoder"].spec.names("logits")
+    with pytest.raises(UsageError, match=r"docs/how-to/export-a-module.md lists"):
+        wrapper = wrapped().wrapper
+        wrapper.max_positions = 64
+        loaded(wrapper, place)
 
 
 class Encoder(nn.Module):
@@ -123,6 +144,15 @@ class Decoder(nn.Module):
         return self.output(x + mixed), self.change([(keys, values)])
 
 
+class NoPast(Decoder):
+    """NaN for a row whose past is padding alone."""
+
+    def decode(self, target: Tensor, mask: Tensor, cross: Any, past: Any) -> Any:
+        logits, present = super().decode(target, mask, cross, past)
+        seen = mask.any(dim=1) if mask.shape[1] else torch.ones(len(mask)).bool()
+        return logits.where(seen[:, None, None], torch.nan), present
+
+
 def loaded(module: nn.Module, place: Path) -> Any:
     return load_own(lambda: module, "mine:module", place / "words.txt")
 
@@ -131,7 +161,10 @@ def test_modules_that_keep_the_protocol(place: Path) -> None:
     checkpoint = loaded(Encoder(), place)
     assert checkpoint.head.labels == ("a", "b", "c")
     assert make(checkpoint.model, RECIPES["cpu-fp32"])["encoder"].spec.names("head")
-    assert loaded(Decoder(), place).model.config.architecture == "decoder-only"
+    tied = Decoder()
+    tied.second = tied.output  # the exporter chooses either name of a weight
+    assert {"output.weight", "second.weight"} <= weights_of(tied).keys()
+    assert loaded(tied, place).model.config.architecture == "decoder-only"
 
 
 def in_place(present: Any) -> Any:
@@ -177,6 +210,7 @@ FAULTS: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: Decoder(seen=lambda seen: seen & (torch.arange(seen.shape[2]) > 0)),
         "differ by .* in float64",
     ),
+    "no past": (lambda: NoPast(), "logits is NaN, in float64; let each token see itself"),
     "present": (lambda: Decoder(in_place), "differ by|writes into"),
     "no module": (lambda: 3, "expected a torch.nn.Module with weights, found int"),  # type: ignore[return-value,dict-item]
 }
