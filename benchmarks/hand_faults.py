@@ -412,7 +412,7 @@ def _respecified(copy: BundleCopy, name: str, spec: Any) -> None:
 
 
 def _other_file(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
-    """A graph is the one of another variant."""
+    """Another variant's graph stands in its place."""
     found = [
         (name, spec, other.graphs[name])
         for other in copy.manifest.variants.values()
