@@ -91,7 +91,8 @@ class Job:
         """
         self.options = options = options or JobOptions()
         self.remote = remote_output(output, options.partition)
-        self.output = Path(output if self.remote is None else self.remote.folder.name)  # type: ignore[arg-type]
+        here = output if self.remote is None else Path.cwd() / self.remote.folder.name
+        self.output = Path(here)  # type: ignore[arg-type]
         self.runner = runner or Runner()
         if self.output != STANDARD_STREAM and self.runner.owns_output:
             if self.remote is None:

@@ -1,4 +1,4 @@
-"""Inputs on S3, Google Cloud Storage and Hugging Face, each read from a server on this machine.
+"""Inputs on S3, Google Cloud Storage and Hugging Face, and outputs on S3, by local servers.
 
 S3 is moto's; the others are the few calls of their APIs that reading takes.
 """
@@ -14,12 +14,16 @@ import sys
 import threading
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlparse
 
 import pytest
 
 from tests.commands import PATIENCE
+
+# For `tests` in another process.
+CHECKOUT, PATHS = Path(__file__).parents[4], os.environ.get("PYTHONPATH", "").split(os.pathsep)
 
 FILES = {"en/a.txt": b"one\ntwo\n", "en/b.txt.gz": gzip.compress(b"three\n", mtime=0)}
 # Clients read settings such as HF_ENDPOINT when they are imported, so they get a process.
@@ -37,12 +41,33 @@ for url in sys.argv[1:]:
     print(json.dumps(found))
 """
 
+# Two partitions, the second first; then both once more.
+WRITE = """
+import json, sys
+from pathlib import Path
+from tests.runtime.jobs.helpers import Echo
+from transferry.runtime.errors import TransferryError
+from transferry.runtime.jobs.job import Job
+from transferry.runtime.jobs.job_options import JobOptions
 
-def read(urls: list[str], **settings: str) -> list[list[str] | str]:
+Path("in.txt").write_text("".join(f"row {number}\\n" for number in range(9)))
+for url in sys.argv[1:]:
+    found = []
+    try:
+        for number in (2, 1, 2, 1):
+            options = JobOptions(chunk_rows=2, partition=f"{number}/2")
+            found.append(str(Job(Echo(), "in.txt", url, options).run().finished_before))
+    except TransferryError as error:
+        found = str(error)
+    print(json.dumps(found))
+"""
+
+
+def read(urls: list[str], script: str = READ, **settings: str) -> list[list[str] | str]:
     """Returns the rows of each URL, or the error."""
     done = subprocess.run(
-        [sys.executable, "-c", READ, *urls],
-        env=os.environ | settings,
+        [sys.executable, "-c", script, *urls],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(CHECKOUT), *PATHS])} | settings,
         capture_output=True,
         text=True,
         timeout=PATIENCE,
@@ -153,7 +178,8 @@ def check(root: str, elsewhere: str, **settings: str) -> None:
 
 
 @pytest.mark.optional("s3fs", "moto")
-def test_s3() -> None:
+def test_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     moto = importlib.import_module("moto.server")
     serving = moto.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     serving.start()
@@ -167,6 +193,18 @@ def test_s3() -> None:
         keys = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
         region = {"AWS_DEFAULT_REGION": "us-east-1", "AWS_ENDPOINT_URL": endpoint}
         check("s3://corpora", "s3://nothing", **keys, **region)
+        out, absent = "s3://corpora/out.txt", "s3://nothing/out.txt"
+        found, lacking = read([out, absent], WRITE, **keys, **region)
+        assert found == ["False", "False", "True", "True"]
+        assert lacking == f"{absent}: cannot be written: there is no such bucket or folder; " + (
+            "create it, then run the command again"
+        )
+        assert {path.name for path in tmp_path.iterdir()} == {"in.txt"}
+        assert read([f"{out}/*.txt"], **keys, **region) == [[f"ROW {row}" for row in range(9)]]
+        # Nobody listens there any more.
+        serving.stop()
+        (lost,) = read([out], WRITE, **keys, **region)
+        assert str(lost).startswith(f"{out}: cannot be written: Could not connect")
     finally:
         serving.stop()
 
