@@ -5,7 +5,6 @@ import gzip
 import io
 import json
 import random
-import re
 import sys
 import tracemalloc
 from dataclasses import replace
@@ -397,14 +396,3 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         open_writer(tmp_path / "a.parquet", rows=reader.layout)
     with pytest.raises(UsageError, match=r'pip install .*\[jobs\]"'):
         write(open_writer(tmp_path / "a.txt.zst", rows=reader.layout), tmp_path / "a", [])
-
-
-def test_the_example_of_the_document_is_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    page = Path(__file__).parents[4] / "docs" / "formats.md"
-    found = re.findall(r"^```(?!sh)\w+\n(.*?)^```", page.read_text(encoding="utf-8"), re.S | re.M)
-    code, shown = found
-    monkeypatch.chdir(tmp_path)
-    exec(compile(code, page.name, "exec"), {})
-    assert capsys.readouterr().out.strip() == shown.strip()
