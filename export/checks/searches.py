@@ -33,7 +33,6 @@ from transferry.runtime.tokenizer.special_tokens import AnyTokenizer
 SCREENED = "greedy, screened"
 GIVEN_BEGINNINGS = "given beginnings, in one graph"
 ROWS = 7  # of the given beginnings
-BEGUN = ("forced_begin", "prefix")
 
 
 @dataclass(frozen=True)
@@ -239,8 +238,10 @@ def _given_beginnings(
     allowed = np.setdiff1d(np.arange(config.vocabulary_size), special.ends)
     prefixes = [generator.permutation(allowed)[:length].tolist() for _ in sources]
     # The graph has the rules of the defaults, whatever the beginning is.
-    given = {name: value for name, value in generation.items() if name not in BEGUN}
+    given = {name: value for name, value in generation.items() if name != "prefix"}
     options = one_graph_options(Text(config, sources, given, length + 1), subject.one_graph.beam)
+    if options.forced_begin is not None:
+        prefixes = [prefix[1:] for prefix in prefixes]
 
     def answers() -> Sequence[Answers]:
         found = subject.one_graph.answers(sources, options, special, prefixes=prefixes)

@@ -53,7 +53,9 @@ class BeamGraph(SearchGraph):
         self._sentences: ir.Value | None = None  # of each row of the Loop
         # Whether beams are ranked by other values than the model's log-probabilities; `excess` are
         # the model's less these.
-        self.changes = self.options.repetition_penalty != 1 or bool(self.options.forced_end)
+        options = self.options
+        self.forces = options.forced_begin is not None  # a token that counts as likely as 1
+        self.changes = options.repetition_penalty != 1 or bool(options.forced_end) or self.forces
 
     def _part(
         self, graph: Graph, prefix: str, feeds: Mapping[str, ir.Value]
@@ -242,12 +244,13 @@ class BeamGraph(SearchGraph):
             step.op("GreaterOrEqual", [begun, step.of(0)]),
             step.op("Less", [unused, step.of(0)]),
         )
-        zero = step.constant(np.float32(0))
-        forced = step.unsqueezed(forced, 2)
-        gains = step.op("Where", [forced, gains, zero])
-        gains = step.op("ReduceSum", [gains, step.of(1, 2)], {"keepdims": 0})
+        counted = forced
+        if self.forces:
+            nowhere = step.op("Less", [unused, step.of(0)])
+            counted = step.joined(nowhere, step.columns(forced, 1, END))
         totals = step.op("Reshape", [given["totals"], step.of(-1)])
-        totals = step.unsqueezed(step.op("Add", [totals, gains]), 1)
+        totals = step.op("Add", [totals, self._sum(gains, counted)])
+        totals = step.unsqueezed(totals, 1)
 
         nothing = step.constant(np.float32(-np.inf))
         wrong = step.op("IsNaN", [step.columns(last, 0, 1)])
@@ -268,9 +271,19 @@ class BeamGraph(SearchGraph):
         if self.changes:
             more = step.op("Where", [step.op("GreaterOrEqual", [ruled, lowest]), ruled, last])
             more = step.op("Reshape", [step.op("Sub", [last, more]), step.of(-1, beam * size)])
-            kept = step.picked(given["excess"], parents)
+            kept = given["excess"]
+            if self.forces:
+                first = self._sum(gains, step.op("And", [forced, step.op("Not", [counted])]))
+                kept = step.op("Add", [kept, step.op("Reshape", [first, step.of(-1, beam)])])
+            kept = step.picked(kept, parents)
             excess = step.op("Add", [kept, step.picked(more, places)])
         return (values, parents, step.op("Mod", [places, step.of(size)])), failed, excess
+
+    def _sum(self, gains: ir.Value, mask: ir.Value) -> ir.Value:
+        """Returns the sums of gains `[rows, columns, 1]` where a mask is true `[rows]`."""
+        step, zero = self.step, self.step.constant(np.float32(0))
+        gains = step.op("Where", [step.unsqueezed(mask, 2), gains, zero])
+        return step.op("ReduceSum", [gains, step.of(1, 2)], {"keepdims": 0})
 
     def _best_tokens(
         self,
