@@ -27,7 +27,9 @@ from transferry.runtime.proof.report import (
 from transferry.runtime.tokenizer.byte_pair import AnyTokenizer
 
 LEAST = 4  # distance of the least cosine from 1, in units of the mean one's limit
-MOST_VECTORS = 2000  # compared with one another: 4 million similarities
+MOST_TEXTS = 2000  # compared with one another: 4 million similarities
+MOST_VECTORS = 16_000  # of their tokens
+BLOCK = 16  # queries compared at once
 CUT = 10  # results of a search that count
 
 Floats = NDArray[np.float64]
@@ -117,15 +119,18 @@ def vector_metrics(vectors: Results, budget: TaskBudget, *, searched: bool) -> l
     """Returns the metrics of vectors; none without.
 
     Args:
-        vectors: Those of torch as trained and of the variant, of each text.
+        vectors: Those of torch as trained and of the variant, of each text: one, or one a token,
+            `[width]` or `[tokens, width]`.
         budget: The largest changes that pass.
         searched: Whether each text of the first half looks for one of the second half.
     """
     if not vectors:
         return []
     different = {meant.tobytes(): (meant, found) for meant, found in vectors}
-    units = [_unit(np.stack(side)) for side in zip(*different.values(), strict=True)]
-    cosines = (units[0] * units[1]).sum(axis=1)
+    units = [list(map(_unit, side)) for side in zip(*different.values(), strict=True)]
+    cosines = np.array(
+        [(one * other).sum(axis=1).mean() for one, other in zip(*units, strict=True)]
+    )
     means = float(cosines.mean()), float(cosines.min())
     limits = budget.cosine, LEAST * budget.cosine
     metrics = [
@@ -133,7 +138,9 @@ def vector_metrics(vectors: Results, budget: TaskBudget, *, searched: bool) -> l
         for name, value, limit in zip((COSINE, LEAST_COSINE), means, limits, strict=True)
     ]
     if len(cosines) > 2:
-        alike = [unit[:MOST_VECTORS] @ unit[:MOST_VECTORS].T for unit in units]
+        fitting = int((np.cumsum([*map(len, units[0])]) <= MOST_VECTORS).sum())
+        few = max(3, min(MOST_TEXTS, fitting))
+        alike = [_similarities(unit[:few], unit[:few]) for unit in units]
         pairs = np.tril_indices(len(alike[0]), -1)
         for each in alike:
             np.fill_diagonal(each, -np.inf)
@@ -145,8 +152,26 @@ def vector_metrics(vectors: Results, budget: TaskBudget, *, searched: bool) -> l
 
 
 def _unit(vectors: Floats) -> Floats:
+    """Returns a text's vectors `[vectors, width]`, each of length 1."""
+    vectors = np.atleast_2d(vectors)
     lengths: Floats = np.linalg.norm(vectors, axis=1, keepdims=True)
     return vectors / np.where(lengths > 0, lengths, 1.0)
+
+
+def _similarities(queries: Sequence[Floats], documents: Sequence[Floats]) -> Floats:
+    """Returns the mean MaxSim of a query's vectors `[queries, documents]`; of one their cosine.
+
+    Khattab and Zaharia 2020, ColBERT, section 3.3, there the sum.
+    """
+    joined, rows = np.concatenate(documents), []
+    starts = np.cumsum([0, *map(len, documents)])[:-1]
+    for first in range(0, len(queries), BLOCK):
+        block = queries[first : first + BLOCK]
+        sizes = np.array([*map(len, block)])
+        best = np.maximum.reduceat(np.concatenate(block) @ joined.T, starts, axis=1)
+        rows.append(np.add.reduceat(best, np.cumsum(sizes) - sizes, axis=0) / sizes[:, None])
+    found: Floats = np.concatenate(rows)
+    return found
 
 
 def _correlation(wanted: Floats, found: Floats, *, limit: float) -> TaskMetric:
@@ -176,9 +201,9 @@ def _retrieval(pairs: Results, budget: float) -> TaskMetric:
     right = np.array([documents[target] for target in targets])
     first = [targets.index(target) for target in documents]
     gains = []
-    for vectors in (np.stack(side) for side in zip(*pairs, strict=True)):
-        unit = _unit(vectors)
-        scores = unit[:count] @ unit[count:][first].T
+    for vectors in zip(*pairs, strict=True):
+        unit = [*map(_unit, vectors)]
+        scores = _similarities(unit[:count], [unit[count + place] for place in first])
         ranks = 1 + (scores > scores[np.arange(count), right][:, None]).sum(axis=1)
         gains.append(np.where(ranks <= CUT, 1 / np.log2(1 + ranks), 0.0))
     reference, found = (float(each.mean()) for each in gains)

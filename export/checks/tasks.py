@@ -443,9 +443,8 @@ class ServedTasks:
     def _judged(self, tensors: Tensors) -> Floats:
         """Returns the vector or scores that no choice is made by; empty where labels are chosen."""
         if self.main == "embed":
-            vector = self.inputs.values(tensors)["vector"]
-            # Of the vectors of tokens the first, whose query sees the whole text.
-            return vector[0] if self.inputs.head.vectors == "tokens" else vector
+            vector: Floats = self.inputs.values(tensors)["vector"]
+            return vector
         head = self.head
         if head is None or (head.probabilities != "none" and len(head.labels) > 1):
             return np.zeros(0)

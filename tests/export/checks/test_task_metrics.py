@@ -14,6 +14,7 @@ from tests.export.conftest import verified
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.export.checks.check import Results
 from transferry.export.checks.task_metrics import (
+    _similarities,
     score_metrics,
     token_agreement,
     translation,
@@ -155,6 +156,25 @@ def test_vectors_are_limited(noise: float, lossy: bool) -> None:
     assert [each.measure for each in metrics] == [COSINE, LEAST_COSINE, NEIGHBOURS, RANKS]
     assert {each.passed for each in metrics} == {not lossy}
     assert all(each.passed for each in vector_metrics(vectors(9, 0), FLOAT32.task, searched=False))
+
+
+def test_vectors_of_tokens_are_compared_by_maxsim() -> None:
+    """Noise after the first token of each text; similarities from loops over tokens."""
+    rng = np.random.default_rng(0)
+    exact = [rng.normal(size=(1 + number % 4, 6)) for number in range(40)]
+    units = [each / np.linalg.norm(each, axis=1, keepdims=True) for each in exact]
+    plain = [
+        [np.mean([max(token @ other for other in two) for token in one]) for two in units[:9]]
+        for one in units
+    ]
+    np.testing.assert_allclose(_similarities(units, units[:9]), plain)
+    for noise, lossy in ((0.0, False), (0.5, True)):
+        found = [each + noise * rng.normal(size=each.shape) for each in exact]
+        for one, other in zip(found, exact, strict=True):
+            one[0] = other[0]
+        pairs = list(zip(exact, found, strict=True))
+        metrics = vector_metrics(pairs, INT8.task, searched=True)
+        assert all(each.passed for each in metrics) is not lossy
 
 
 def test_neighbours_are_those_of_different_texts() -> None:
