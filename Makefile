@@ -1,7 +1,7 @@
 # make setup   the environment in .venv, with everything that training, export and the tests need
 # make test    every check: style, then types and tests side by side
-# make test-all  the tests that `make test` skips: of Ray, OpenVINO, CTranslate2, optimum, PEFT, S3,
-#              Google Cloud Storage, Node and Chromium, which it installs; 10 minutes
+# make test-all  the tests that `make test` skips: of Ray, onnxruntime 1.17, OpenVINO, CTranslate2, optimum,
+#              PEFT, S3, Google Cloud Storage, Node and Chromium, which it installs; 10 minutes
 # make fuzz    the tests of tests/fuzz with EXAMPLES=2500 each: malformed files, options, signals
 # make demo    trains a tiny model on the built-in corpus, exports, verifies and runs it
 # make docs    writes the generated tables of docs/ and js/, and builds the site into build/site
@@ -61,12 +61,17 @@ tests: setup
 	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-compile $(PIP_FLAGS) --editable ".[test-$*]"
 	touch $@
 
+.venv-oldest/.ready:
+	"$(PYTHON)" -m venv .venv-oldest
+	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check "onnxruntime==1.17.3" "numpy<2"
+	touch $@
+
 chromium:
 	@command -v chromium chromium-browser google-chrome >/dev/null || { echo "Installing Chromium, which opens the pages of reports and of transferry page" && apt-get install --yes --no-install-recommends chromium; } || { echo "No Chromium, and apt-get cannot install it: put chromium on the PATH" >&2; exit 1; }
 
 OPTIONAL_TESTS = PATH="$(CURDIR)/.venv-all/bin:$$PATH" OPTIONAL=required OMP_NUM_THREADS=1
 
-test-all: .venv-all/.ready .venv-optimum/.ready $(PACKAGES) chromium
+test-all: .venv-all/.ready .venv-optimum/.ready .venv-oldest/.ready $(PACKAGES) chromium
 	$(OPTIONAL_TESTS) .venv-all/bin/python -m pytest -n auto --dist loadfile --max-worker-restart 0 -m "(optional or thorough) and not optimum" $$(grep -rlE --include='*.py' 'mark\.(optional|thorough)' tests)
 	$(OPTIONAL_TESTS) .venv-all/bin/python -m pytest tests/export/test_conformance.py tests/export/test_recurrent.py -k 'cuda-fp16-recurrent or says_what'
 	$(OPTIONAL_TESTS) .venv-optimum/bin/python -m pytest -m optimum tests/export/subject/test_optimum.py

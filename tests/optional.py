@@ -4,7 +4,9 @@ import importlib.util
 import shutil
 from pathlib import Path
 
-PACKAGES = Path(__file__).resolve().parent.parent / "js" / "node_modules"
+CHECKOUT = Path(__file__).resolve().parent.parent
+PACKAGES = CHECKOUT / "js" / "node_modules"
+OLDEST = CHECKOUT / ".venv-oldest" / "bin" / "python"  # with onnxruntime 1.17.3
 NPM = (
     *("onnxruntime-node", "onnxruntime-web", "sentencex-wasm", "@huggingface/jinja"),
     *("esbuild", "typescript", "vite", "webpack"),
@@ -26,6 +28,8 @@ def is_installed(name: str) -> bool:
     """Whether a Python package, an npm package or a program is here."""
     if name in PROGRAMS:
         return program(name) is not None
+    if name == "oldest":
+        return OLDEST.exists()
     if name in NPM:
         return (PACKAGES / name).exists()
     return importlib.util.find_spec(name) is not None
