@@ -163,6 +163,8 @@ NEUTRAL: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "query_pre_attn_scalar": (None,),
         "alpha_pattern": ({},),
     },
+    # transformers 4 writes it for a tokenizer.model.
+    TOKENIZER_CONFIG: {"extra_special_tokens": ({}, [])},
     READING: {
         "query_expansion": (None,),
         "module_output_name": ("token_embeddings", "scores", "causal_logits"),

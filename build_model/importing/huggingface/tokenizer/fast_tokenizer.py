@@ -179,7 +179,7 @@ def _made(pretrained: PretrainedFolder, content: bytes | None, origin: str) -> F
     if record.get("model", {}).get("dropout"):
         raise InputError(f"{origin}: dropout of merges gives random tokens; set it to null")
     theirs = _of_transformers(pretrained, file is None)
-    name, made = type(theirs).__name__, theirs.backend_tokenizer
+    name, made = type(theirs).__name__.removesuffix("Fast"), theirs.backend_tokenizer
     if name not in CLASSES:
         settings.refuse("tokenizer_class", name, ", ".join(CLASSES))
     _require_ids(pretrained, made, name, record, origin)
@@ -204,6 +204,13 @@ def _made(pretrained: PretrainedFolder, content: bytes | None, origin: str) -> F
     return FastTokenizer(made, made.to_str().encode(), names, notes, segments)
 
 
+def _needs_transformers(folder: Path, found: str) -> UsageError:
+    command = install_command("import")
+    return UsageError(
+        f"{folder}: converting its tokenizer needs transformers 5, {found}; {command}"
+    )
+
+
 def _of_transformers(pretrained: PretrainedFolder, needs_table: bool) -> Any:
     """Returns the tokenizer of AutoTokenizer; without `needs_table` there is a tokenizer.json."""
     folder, settings, config = pretrained.folder, pretrained.tokenizer, pretrained.config
@@ -211,10 +218,9 @@ def _of_transformers(pretrained: PretrainedFolder, needs_table: bool) -> Any:
         import transformers
         from transformers.models.auto import tokenization_auto as auto
     except ImportError as error:
-        raise UsageError(
-            f"{folder}: converting its tokenizer needs transformers 5, which is not installed; "
-            f"{install_command('import')}"
-        ) from error
+        raise _needs_transformers(folder, "which is not installed") from error
+    if needs_table and int(transformers.__version__.partition(".")[0]) < 5:
+        raise _needs_transformers(folder, f"found {transformers.__version__}")
     kind = str(config.get("model_type"))
     declared = settings.get("tokenizer_class", config.get("tokenizer_class"))
     if declared is not None and not isinstance(declared, str):

@@ -17,7 +17,7 @@ from tests.build_model.importing.huggingface.drawn import (
     require_same_logits,
     transformers,
 )
-from transferry.build_model.importing.huggingface.folder import CONFIG, Settings
+from transferry.build_model.importing.huggingface.folder import CONFIG, TOKENIZER_CONFIG, Settings
 from transferry.build_model.importing.huggingface.generation import (
     SAME_TOKENS,
     SEARCH_SETTINGS,
@@ -123,3 +123,13 @@ def test_a_key_that_stands_nowhere_is_refused(file: str, tmp_path: Path) -> None
         judge(file, settings)
     settings.get("novelty")
     assert judge(file, settings) == []
+
+
+def test_what_transformers_4_writes_for_a_sentencepiece_model_is_read(tmp_path: Path) -> None:
+    def judged(value: Any) -> list[str]:
+        settings = Settings(tmp_path / TOKENIZER_CONFIG, {"extra_special_tokens": value})
+        return judge(TOKENIZER_CONFIG, settings)
+
+    assert judged({}) == ["extra_special_tokens (the value without effect)"]
+    with pytest.raises(InputError, match="found extra_special_tokens"):
+        judged({"image_token": "<image>"})
