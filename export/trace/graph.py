@@ -387,7 +387,8 @@ def _rename(model: ir.Model, kept: Collection[str]) -> dict[str, str]:
         return found
 
     for node in graph.all_nodes():
-        scopes = ["", *ast.literal_eval(node.metadata_props.get(SCOPES, "[]"))]
+        # Nodes that the exporter adds itself have no scope.
+        scopes = ["", "", *ast.literal_eval(node.metadata_props.get(SCOPES, "[]"))]
         module, traced = scopes[-2:]
         own = any(value.name == traced or value.is_graph_output() for value in node.outputs)
         kind = re.sub(r"_\d+$", "", traced) if own else node.op_type.lower()
