@@ -136,7 +136,7 @@ class RayRunner(ChunkRunner):
         ):
             try:
                 if begun:
-                    self._connect(cores, log)
+                    self._connect(cores)
                 self.workers = self._room(cores, gpus)
                 self.about = {"engine": "ray", "workers": self.workers}
                 yield
@@ -145,15 +145,15 @@ class RayRunner(ChunkRunner):
                     with _apart(log):
                         self._ray.shutdown()
 
-    def _connect(self, cores: int, log: IO[str]) -> None:
+    def _connect(self, cores: int) -> None:
         address, own = self.address, dict[str, Any]()
         if address == "local":
             own = {"num_cpus": self._local(cores) * cores, "include_dashboard": False}
         require_cluster(address)
         terminated = signal.getsignal(signal.SIGTERM)
         try:
-            with _apart(log):
-                self._ray.init(address, log_to_driver=False, **own)
+            # Where Ray on this machine hangs, its C++ code says so on stderr and ends the process.
+            self._ray.init(address, log_to_driver=False, **own)
         except (ConnectionError, ImportError, ValueError, self._ray.exceptions.RayError) as error:
             if "authentication" in f"{error} {error.__cause__}":
                 raise InputError(
