@@ -152,7 +152,7 @@ class RayRunner(ChunkRunner):
         require_cluster(address)
         terminated = signal.getsignal(signal.SIGTERM)
         try:
-            # Where Ray on this machine hangs, its C++ code says so on stderr and ends the process.
+            # Where Ray hangs on this machine, its C++ code writes to stderr and ends the process.
             self._ray.init(address, log_to_driver=False, **own)
         except (ConnectionError, ImportError, ValueError, self._ray.exceptions.RayError) as error:
             if "authentication" in f"{error} {error.__cause__}":
