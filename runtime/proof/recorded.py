@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -43,7 +44,7 @@ from transferry.runtime.proof.compare import (
     units_of,
 )
 from transferry.runtime.proof.one_graph import OneGraph
-from transferry.runtime.proof.report import Claim, Decisions, Difference, ParityReport
+from transferry.runtime.proof.report import CheckTime, Claim, Decisions, Difference, ParityReport
 from transferry.runtime.proof.self_consistency import batches_of_rows, self_consistency
 from transferry.runtime.proof.tally import Decode, ExactScore, ExpectedAnswers, Explain, Tally
 from transferry.runtime.tokenizer.byte_pair import SpecialTokens
@@ -331,6 +332,7 @@ def verify_recorded(bundle: Bundle, model: ServedModel) -> ParityReport:
     reference = Reference.of(bundle, model.variant)
     special, exact = bundle.tokenizer.special, model.variant.exact
     batch_rows = model.batches.rows
+    began = time.process_time(), time.perf_counter()
     comparisons, decisions = check_reference(
         reference,
         model,
@@ -341,6 +343,7 @@ def verify_recorded(bundle: Bundle, model: ServedModel) -> ParityReport:
         decode=bundle.tokenizer.decode,
         one=OneGraph.of(bundle, model.variant, model.options),
     )
+    spent = time.process_time() - began[0], time.perf_counter() - began[1]
     decodes = model.variant.cache is not None
     hollow = "hold no search" if decodes and not reference.searches else ""
     settings = {
@@ -361,6 +364,7 @@ def verify_recorded(bundle: Bundle, model: ServedModel) -> ParityReport:
         # A search that nobody recorded would pass unseen.
         claims=[Claim(RECORDED, hollow)],
         searches=[item.options for item in reference.searches],
+        times=[CheckTime(RECORDED, 1, *spent)],
     )
 
 

@@ -358,7 +358,7 @@ class ParityReport:
     self_test: Sequence[PlantedFault] = ()
     claims: Sequence[Claim] = ()
     searches: Sequence[Mapping[str, Any]] = ()
-    times: Sequence[CheckTime] = ()
+    times: Sequence[CheckTime] = field(default=(), compare=False)
 
     @property
     def faults(self) -> list[str]:

@@ -238,6 +238,7 @@ def against_the_run(folder: Path, **session: Any) -> Certificate | None:
     """Certifies as a comparison with the run does, of greedy search and beams of 4."""
     bundle, options = Bundle.load(folder), SessionOptions(**session)
     report = verify_recorded(bundle, open_model(bundle, bundle.variant(), options))
+    assert [(item.check, item.runs) for item in report.times] == [("recorded answers", 1)]
     settings = {**report.settings, "against": "the run", "batch_rows": 32}
     report = dataclasses.replace(report, settings=settings, claims=[Claim(GRAPHS)])
     return certify(bundle, bundle.variant(), options, report, DATE)
