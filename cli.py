@@ -154,26 +154,34 @@ def merge(
 Examples:
   transferry inspect bundles/ende
   transferry inspect bundles/ende --graphs
+  transferry inspect bundles/ende --vectors
 """
 )
 @click.argument("bundle_folder", metavar="BUNDLE", type=FILE)
 @TRUSTED_KEYS
 @option("--graphs", is_flag=True, help="Show every file, and every tensor of every graph.")
 @option("--json", "as_json", is_flag=True, help="Print the manifest and certificates as JSON.")
+@option("--vectors", "as_vectors", is_flag=True, help="Print texts with ids, logits and answers.")
 def inspect(
     bundle_folder: Path,
     trusted_key: tuple[Path, ...],
     require_signatures: int,
     graphs: bool,
     as_json: bool,
+    as_vectors: bool,
 ) -> None:
     """Show the contents of BUNDLE, after checking the hash of every file."""
     from transferry.runtime.bundle.bundle import Bundle
     from transferry.runtime.proof.certificates.signature import Trust
     from transferry.runtime.proof.certificates.stored import describe
+    from transferry.runtime.proof.recorded import vectors
     from transferry.runtime.tables import facts
 
     bundle = Bundle.load(bundle_folder)
+    if as_vectors:
+        for vector in vectors(bundle):
+            show(json.dumps(vector))
+        return
     rows = describe(bundle, Trust.load(trusted_key, require_signatures))
     if as_json:
         record = json.loads(bundle.manifest.to_json())

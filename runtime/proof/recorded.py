@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.manifest import REMEDY
-from transferry.runtime.bundle.specs import Variant
+from transferry.runtime.bundle.specs import PORTABLE, Variant
 from transferry.runtime.decoding.decoder import ObservableDecoder, ObservableEncoder, State
 from transferry.runtime.decoding.generation_options import (
     GenerationOptions,
@@ -33,8 +33,10 @@ from transferry.runtime.io.arrays import open_arrays
 from transferry.runtime.io.atomic import atomic_file
 from transferry.runtime.io.documents import parse_document
 from transferry.runtime.io.whole import read_bytes
-from transferry.runtime.ort.open_model import ServedModel
+from transferry.runtime.ort.open_model import ServedModel, open_model
+from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.proof.compare import (
+    OUTPUTS,
     Case,
     Comparison,
     Tolerance,
@@ -48,8 +50,11 @@ from transferry.runtime.proof.report import CheckTime, Claim, Decisions, Differe
 from transferry.runtime.proof.self_consistency import batches_of_rows, self_consistency
 from transferry.runtime.proof.tally import Decode, ExactScore, ExpectedAnswers, Explain, Tally
 from transferry.runtime.tokenizer.byte_pair import SpecialTokens
+from transferry.runtime.tokenizer.special_tokens import TextError
 
 RECORDED = "recorded answers"  # name of the claim
+# Composed and decomposed letters, a contraction, digits, blanks in a row, an emoji.
+ODD_TEXT = "Ünïcode e\u0301, isn't 12345\u00a0in  two \U0001f600 words"
 
 
 @dataclass(frozen=True)
@@ -366,6 +371,46 @@ def verify_recorded(bundle: Bundle, model: ServedModel) -> ParityReport:
         searches=[item.options for item in reference.searches],
         times=[CheckTime(RECORDED, 1, *spent)],
     )
+
+
+def vectors(bundle: Bundle) -> Iterator[dict[str, Any]]:
+    """Yields test vectors: `ODD_TEXT` and recorded texts with the results of variant portable.
+
+    Yields:
+        `text`; `ids`; the first 8 numbers of each output of the first step, or of an encoder-only
+        model; with a decoder also `answer_ids` and `answer` of the first recorded search, and its
+        `options`.
+    """
+    variant, tokenizer = bundle.variant(PORTABLE), bundle.tokenizer
+    reference, special = Reference.of(bundle, variant), tokenizer.special
+    model = open_model(bundle, variant, SessionOptions())
+    for text in (ODD_TEXT, *map(tokenizer.decode, reference.sources)):
+        try:
+            ids = special.wrap(tokenizer.encode(text))
+        except TextError:  # recorded ids without text
+            continue
+        room = bundle.manifest.model["max_positions"] - len(ids) + 1
+        if room < 1:
+            continue
+        source, target = ids, [special.bos_id]
+        if isinstance(model, ObservableEncoder):
+            target = []
+        elif not model.has_encoder:
+            source, target = ids[:-1], ids[-1:]
+        rows = np.array([source], np.int64), np.ones((1, len(source)), np.bool_)
+        found = observe(model, Case("", *rows, np.array([target], np.int64), 0))
+        vector: dict[str, Any] = {"text": text, "ids": ids}
+        for name in sorted(found.keys() & {*OUTPUTS}):
+            vector[name] = [float(f"{value:.7g}") for value in found[name].ravel()[:8]]
+        if not isinstance(model, ObservableEncoder):
+            for item in reference.searches[:1]:
+                options = generation_options(options_of_json(item.options))
+                if not model.has_encoder:
+                    options = replace(options, max_length=min(options.max_length, room))
+                tokens = search(model, [ids], options, special)[0][0].tokens
+                answer = {"answer_ids": tokens, "answer": tokenizer.decode(tokens)}
+                vector |= {**answer, "options": item.options}
+        yield vector
 
 
 def _tasks(bundle: Bundle) -> list[str]:

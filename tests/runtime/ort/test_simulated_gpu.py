@@ -122,7 +122,7 @@ def test_every_variant_runs_on_the_device(record: dict[str, Any]) -> None:
 
 
 def test_a_step_copies_and_waits_as_often_as_documented(record: dict[str, Any]) -> None:
-    """docs/performance.md has the table."""
+    """docs/performance.md has the numbers."""
     for name, found in variants(record):
         for search, calls in found.get("steps", {}).items():
             # The two outputs of a ranking, and its normaliser.
