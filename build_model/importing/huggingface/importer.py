@@ -235,7 +235,7 @@ def _with_cuts(
 ) -> SpecialTokens:
     """Adds how `truncation=True` of transformers cuts texts; sentence-transformers has a length."""
     settings, sides = pretrained.tokenizer, {"left": True, "right": False}
-    longest = settings.number("model_max_length", MOST)
+    longest = settings.number("model_max_length", settings.number("max_len", MOST))
     if longest < 1:
         settings.refuse("model_max_length", longest, "at least 1")
     unlimited = sentence is not None or longest >= shape.max_positions

@@ -45,30 +45,35 @@ WITHOUT_EFFECT: Mapping[str, Mapping[str, str]] = {
             "activation_dropout attention_dropout attention_probs_dropout_prob attn_pdrop "
             "classif_dropout classifier_dropout classifier_dropout_prob cls_dropout "
             "decoder_layerdrop dropout dropout_rate embd_pdrop embedding_dropout "
-            "encoder_layerdrop gradient_checkpointing hidden_dropout hidden_dropout_prob init_std "
+            "encoder_layerdrop freeze_encoder gradient_checkpointing hidden_dropout "
+            "hidden_dropout_prob init_std "
             "initializer_cutoff_factor initializer_factor initializer_range layer_norm_dropout "
-            "layerdrop mlp_dropout mup "
+            "label_smoothing layerdrop learning_rate loss_type mlp_dropout mup "
             "pooler_dropout qa_dropout repad_logits_with_grad resid_pdrop residual_dropout "
             "router_aux_loss_coef save_step seq_classif_dropout seq_length sinusoidal_pos_embds "
             "sparse_pred_ignore_index "
             "sparse_prediction summary_first_dropout summary_last_dropout tf_legacy_loss "
-            "tie_weights_"
+            "tie_weights_ train_batch_size"
         ),
         MEMORY: (
             "_attn_implementation _attn_implementation_autoset _attn_implementation_internal "
-            "attn_implementation bf16 cache_implementation chunk_size_feed_forward "
-            "deterministic_flash_attn dtype fp16 output_attentions output_hidden_states "
-            "dense_seq_output fused_bias_fc fused_dropout_add_ln output_past pack_qkv "
-            "pretraining_tp reference_compile reorder_and_upcast_attn return_dict "
-            "torch_dtype torchscript transformers.js_config use_bfloat16 use_cache "
-            "unpad_inputs use_flash_attn use_memory_efficient_attention use_xentropy"
+            "_flash_attn_2_enabled amp attn_implementation bf16 cache_implementation "
+            "chunk_size_feed_forward deterministic_flash_attn dtype fp16 model_parallel "
+            "output_attentions output_hidden_states dense_seq_output fused_bias_fc "
+            "fused_dropout_add_ln output_past pack_qkv pretraining_tp reference_compile "
+            "reorder_and_upcast_attn return_dict torch_dtype torchscript transformers.js_config "
+            "use_bfloat16 use_cache unpad_inputs use_amp use_flash_attn use_liger_kernel "
+            "use_memory_efficient_attention use_xentropy"
         ),
         RECORD: (
             "_commit_hash _diffusers_version _name_or_path _num_labels adapters architectures "
-            "auto_map base_model_name_or_path bos_token custom_pipelines eos_token "
-            "finetuning_task is_encoder_decoder is_llama_config language license "
-            "max_sequence_length model_name model_type neuron tokenizer_class "
-            "transformers_version unsloth_fixed unsloth_version vocab_file"
+            "auto_map base_model base_model_name_or_path bos_token cache_dir custom_pipelines "
+            "dataset eos_token finetuning_task is_encoder_decoder is_llama_config "
+            "keys_to_ignore_at_inference language library_name license max_seq_length "
+            "max_sequence_length metrics model_max_length model_name model_type name_or_path "
+            "neuron pipeline_tag revision seed tags tokenizer tokenizer_class tokenizer_name "
+            "total_flos transformers_version trust_remote_code unsloth_fixed unsloth_version "
+            "vocab_file"
         ),
         LABELS: (
             "classifier_activation classifier_bias classifier_pooling cls_token_id "
@@ -90,20 +95,30 @@ WITHOUT_EFFECT: Mapping[str, Mapping[str, str]] = {
             "tie_encoder_decoder"
         ),
         "not read by the model type in transformers": (
-            "_sliding_window_pattern cross_attention_hidden_size decoder_bias down_scale_factor "
-            "embedding_size extra_pos_embeddings gap_size head_dim hidden_act layer_norm_eps "
-            "max_position_embeddings max_window_layers mlp_bias net_structure_type "
-            "num_hidden_layers num_memory_blocks output_projection rope_interleaved "
-            "rope_theta sliding_window_pattern use_mrope vocab_size_or_config_json_file"
+            "_sliding_window_pattern bos_token_ids cross_attention_hidden_size decoder_bias "
+            "down_scale_factor embedding_size eos_token_ids extra_pos_embeddings gap_size "
+            "head_dim hidden_act layer_norm_eps max_position_embeddings max_window_layers "
+            "mlp_bias net_structure_type n_special num_hidden_layers num_memory_blocks "
+            "output_projection pad_token_ids predict_special_tokens rope_interleaved rope_theta "
+            "sliding_window_pattern sliding_window_size use_mrope vocab_size_or_config_json_file"
         ),
     },
-    GENERATION: {},
+    GENERATION: {
+        MEMORY: "attn_implementation dtype return_legacy_cache torch_dtype",
+        RECORD: "architectures model_type tokenizer_class trust_remote_code",
+        "not read by transformers, but by code of models of their own": (
+            "assistant_token_id chat_format max_context_length max_window_size user_token_id"
+        ),
+    },
     TOKENIZER_CONFIG: {
         RECORD: (
-            "__version__ auto_map backend cache_dir device_map fast_tokenizer from_slow "
-            "is_local local_files_only merges_file name_or_path processor_class source_lang "
-            "special_tokens special_tokens_map_file spm_file target_lang tokenizer_file "
-            "unsloth_version use_fast vocab_file"
+            "__version__ _commit_hash _from_auto _from_pipeline auto_map backend cache_dir device "
+            "device_map dtype fast_tokenizer force_download from_slow full_tokenizer_file "
+            "init_inputs is_local language local_files_only max_model_input_sizes merges_file "
+            "model_type name name_or_path processor_class proxies resume_download revision "
+            "source_lang special_tokens special_tokens_map_file spm_file subfolder target_lang "
+            "task tokenizer_file tokenizer_name tokenizer_type torch_dtype transformers_version "
+            "trust_remote_code unsloth_version use_auth_token use_fast vocab_file"
         ),
         "padding is masked, so answers do not depend on it": (
             "pad_to_max_length pad_to_multiple_of pad_token_type_id padding padding_side"
@@ -113,15 +128,18 @@ WITHOUT_EFFECT: Mapping[str, Mapping[str, str]] = {
             "tokenizer_truncation unk_id"
         ),
         "read at a call of the tokenizer alone": (
-            "max_length response_schema response_template return_attention_mask "
-            "return_token_type_ids stride truncation truncation_strategy verbose"
+            "is_split_into_words max_length max_seq_length max_source_length padding_strategy "
+            "response_schema response_template return_attention_mask return_offsets_mapping "
+            "return_special_tokens_mask return_tensors return_token_type_ids stride truncation "
+            "truncation_strategy verbose"
         ),
         "not read by the class of the tokenizer in transformers": (
             "add_bos_token add_eos_token add_prefix_space additional_special_tokens "
             "chat_control_tokens chat_template clean_up_tokenization_spaces "
             "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output "
             "do_basic_tokenize do_lower do_lower_case errors extra_ids keep_accents "
-            "language_codes legacy legacy_behaviour lowercase model_specific_special_tokens "
+            "language_codes legacy legacy_behaviour lowercase model_input_names "
+            "model_specific_special_tokens "
             "never_split num_madeup_words offset remove_space separate_vocabs sp_model_kwargs "
             "spaces_between_special_tokens src_lang strip_accents tgt_lang "
             "tokenize_chinese_chars trim_offsets use_default_system_prompt vocab_size "
@@ -164,7 +182,7 @@ NEUTRAL: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "alpha_pattern": ({},),
     },
     # transformers 4 writes it for a tokenizer.model.
-    TOKENIZER_CONFIG: {"extra_special_tokens": ({}, [])},
+    TOKENIZER_CONFIG: {"extra_special_tokens": ({}, []), "split_special_tokens": (False,)},
     READING: {
         "query_expansion": (None,),
         "module_output_name": ("token_embeddings", "scores", "causal_logits"),

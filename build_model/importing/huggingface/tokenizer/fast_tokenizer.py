@@ -152,7 +152,9 @@ def read_fast_tokenizer(pretrained: PretrainedFolder) -> FastTokenizer:
 def _check(pretrained: PretrainedFolder) -> None:
     """Refuses settings that would run code, take all memory, or have no counterpart."""
     settings = pretrained.tokenizer
-    settings.only("auto_map", None)
+    if (found := settings.get("auto_map")) is not None:
+        instead = "null; use the class of transformers itself: --ignore-setting auto_map"
+        settings.refuse("auto_map", found, instead)
     settings.only("fix_mistral_regex", False)
     for name in ("extra_ids", "offset"):  # without marking them as read
         Settings(settings.path, settings.values).whole(name, 0, most=MOST_EXTRA)

@@ -298,8 +298,8 @@ def _as_ranks(found: FastTokenizer, tokenizer: AnyTokenizer) -> AnyTokenizer | N
     if (converted := ranks_of(model["vocab"], model["merges"])) is None:
         return None
     ranks, first = converted
-    if set(model["vocab"].values()) - {*range(first, first + len(ranks))} - found.special():
-        return None  # a token that no text gives, and that has text
+    if set(model["vocab"].values()) - found.special() != {*range(first, first + len(ranks))}:
+        return None  # a token that no text gives but has text, or a special one that text gives
     try:
         return Tokenizer(
             "gpt2",
@@ -360,19 +360,15 @@ def _sentencepiece(pretrained: PretrainedFolder, config: ModelConfig) -> AnyToke
     settings, path = pretrained.tokenizer, pretrained.folder / PIECES
     eos = pretrained.token("eos_token_id")
     bos = pretrained.token("bos_token_id", eos)
-    special = SpecialTokens(
-        pretrained.token("pad_token_id", eos),
-        bos,
-        eos,
-        before=(bos,) if settings.flag("add_bos_token", False) else (),
-        after=(eos,) if settings.flag("add_eos_token", False) else (),
-    )
-    for name in settings.values:
-        if name == "tokenizer_class" or name.endswith("_token"):  # as the model names them itself
-            settings.get(name)
+    special = SpecialTokens(pretrained.token("pad_token_id", eos), bos, eos)
     files = dict.fromkeys(SentencePieceTokenizer.names, read_bytes(path, MOST_BYTES))
     tokenizer = _third_party(SentencePieceTokenizer, files, special, config, str(path))
     assert isinstance(tokenizer, SentencePieceTokenizer)
+    before, after = _added(pretrained, tokenizer, bos), _added(pretrained, tokenizer, eos, "eos")
+    tokenizer.special = dataclasses.replace(special, before=before, after=after)
+    for name in settings.values:
+        if name == "tokenizer_class" or name.endswith("_token"):  # as the model names them itself
+            settings.get(name)
     if others := [text for text, token in added_tokens(pretrained) if token >= tokenizer.pieces]:
         raise InputError(
             f"{path} cannot hold the added token {others[0]!r}; make a tokenizer.json: "
@@ -386,6 +382,23 @@ def _sentencepiece(pretrained: PretrainedFolder, config: ModelConfig) -> AnyToke
         "transformers is followed"
     )
     return tokenizer
+
+
+def _added(
+    pretrained: PretrainedFolder, tokenizer: AnyTokenizer, default: int, name: str = "bos"
+) -> tuple[int, ...]:
+    """The token that the tokenizer adds to a text, which config.json may name otherwise."""
+    settings, key = pretrained.tokenizer, f"{name}_token"
+    listed = settings.get("added_tokens_decoder") is not None
+    others = {} if listed else pretrained.special_tokens.values
+    text = {"bos_token": "<s>", "eos_token": "</s>", **settings.values, **others}[key]
+    text = text.get("content") if isinstance(text, dict) else text
+    if text is None or not settings.flag(f"add_{key}", False):
+        return ()
+    found = {**tokenizer.special_texts(), "": default}
+    if text not in found:
+        settings.refuse(key, text, ", ".join(filter(None, found)))
+    return (found[text],)
 
 
 def bert_tokenizer(pretrained: PretrainedFolder, config: ModelConfig) -> AnyTokenizer:

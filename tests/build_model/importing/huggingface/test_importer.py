@@ -201,7 +201,9 @@ def test_what_has_no_effect_is_told_and_an_unknown_setting_refused(
 ) -> None:
     theirs, said = copied("llama"), list[str]()
     change(theirs / "config.json", attention_dropout=0.1, initializer_range=0.02, novelty="x" * 99)
-    change(theirs / "tokenizer_config.json", model_max_length=12, sp_model_kwargs={}, added=None)
+    tokenizer_config = theirs / "tokenizer_config.json"
+    tokenizer_config.write_text(tokenizer_config.read_text().replace("model_max_length", "max_len"))
+    change(tokenizer_config, max_len=12, sp_model_kwargs={}, added=None)
     message = r"config\.json: .* found novelty \(\"x+\), .* add --ignore-setting novelty"
     with pytest.raises(InputError, match=message):
         import_pretrained(theirs, tmp_path / "run")

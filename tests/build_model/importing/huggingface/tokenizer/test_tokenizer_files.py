@@ -14,6 +14,7 @@ from tests.build_model.importing.huggingface.small_models import (
     LEADING_BLANKS,
     TEXTS,
     bert_vocabulary,
+    change,
     gpt2_vocabulary,
     llama_vocabulary,
     marian_vocabulary,
@@ -25,6 +26,7 @@ from transferry.build_model.importing.huggingface.folder import PretrainedFolder
 from transferry.build_model.importing.huggingface.tokenizer.vocabularies import TOKENIZERS, ranks_of
 from transferry.build_model.model.config import ModelConfig
 from transferry.build_model.train.vocabulary import byte_of_character
+from transferry.runtime.errors import InputError
 from transferry.runtime.tokenizer.byte_pair import AnyTokenizer
 
 
@@ -134,20 +136,31 @@ def test_a_source_may_begin_with_its_language(tmp_path: Path) -> None:
         ({"add_bos_token": True}, ((1,), ())),
         ({"add_bos_token": False, "add_eos_token": True}, ((), (2,))),
         ({"add_bos_token": True, "add_eos_token": True}, ((1,), (2,))),
+        # The tokenizer's own tokens, whatever the model begins and ends answers with.
+        ({"add_bos_token": True, "bos_token": "</s>"}, ((2,), ())),
+        ({"add_bos_token": True, "bos_token": None}, ((), ())),
+        (
+            {"add_eos_token": True, "eos_token": {"__type": "AddedToken", "content": "<s>"}},
+            ((), (1,)),
+        ),
     ],
 )
 def test_llama_begins_and_ends_as_its_folder_says(
-    said: dict[str, bool], around: tuple[tuple[int, ...], ...], tmp_path: Path
+    said: dict[str, Any], around: tuple[tuple[int, ...], ...], tmp_path: Path
 ) -> None:
     def write(folder: Path) -> int:
         size = llama_sentencepiece(folder)
         (folder / "tokenizer_config.json").write_text(json.dumps(said))
+        (folder / "generation_config.json").write_text('{"bos_token_id": 2, "eos_token_id": [1]}')
         return size
 
     special = imported_tokenizer("llama", write, tmp_path).special
-    assert (special.before, special.after) == around
+    assert (special.before, special.after, special.bos_id, special.eos_id) == (*around, 2, 1)
     theirs = transformers.LlamaTokenizer.from_pretrained(tmp_path)
     assert special.wrap(theirs("ok", add_special_tokens=False).input_ids) == theirs("ok").input_ids
+    change(tmp_path / "tokenizer_config.json", add_bos_token=True, bos_token="<begin>")
+    with pytest.raises(InputError, match=r'bos_token is "<begin>", .*supported: <unk>, <s>, </s>'):
+        imported_tokenizer("llama", lambda folder: 330, tmp_path)
 
 
 @pytest.mark.parametrize("template", ["$A", "<s> $A", "<s> <s> $A </s>"])

@@ -269,7 +269,9 @@ def test_a_sentencepiece_model_alone_is_read_by_its_library(kind: str, tmp_path:
     shape = ModelConfig(400, 8, 2, 0, 1, 8, architecture="decoder-only")
     checkpoint = PretrainedFolder(tmp_path)
     ours = TOKENIZERS[kind](checkpoint, shape)
-    assert "chat template left out: it needs a tokenizer.json" in checkpoint.notes
+    followed, *others = checkpoint.notes[::-1]
+    assert followed.startswith("tokenizer.model is followed as SentencePiece reads it, not AutoTok")
+    assert others == ["chat template left out: it needs a tokenizer.json"]
     assert ours.chat is None
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     require_their_tokens(ours, theirs, ("hello world", "Straße  über", "x 12345\n"))
@@ -290,6 +292,8 @@ ADDED = {"content": "<|pad|>", "special": True}
         ({"added_tokens_decoder": {"301": {**ADDED, "special": False}}}, "tokenizers"),
         ({"add_prefix_space": True}, "tokenizers"),
         ({"add_bos_token": True}, "tiktoken"),
+        # A token of the vocabulary, which texts give and answers leave out.
+        ({"additional_special_tokens": ["o"]}, "tokenizers"),
         ({"tokenizer_class": "GPT2TokenizerFast", "model_max_length": 1024}, "tiktoken"),
     ],
 )
