@@ -1,7 +1,7 @@
 # make setup   the environment in .venv, with everything that training, export and the tests need
 # make test    every check: style, then types and tests side by side
 # make test-all  the tests that `make test` skips: of Ray, onnxruntime 1.17, OpenVINO, CTranslate2, optimum,
-#              PEFT, S3, Google Cloud Storage, Node and Chromium, which it installs; 10 minutes
+#              PEFT, S3, Google Cloud Storage, Node, Chromium and C++, which it installs; 10 minutes
 # make fuzz    the tests of tests/fuzz with EXAMPLES=2500 each: malformed files, options, signals
 # make demo    trains a tiny model on the built-in corpus, exports, verifies and runs it
 # make docs    writes the generated tables of docs/ and js/, and builds the site into build/site
@@ -66,12 +66,22 @@ tests: setup
 	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check "onnxruntime==1.17.3" "numpy<2"
 	touch $@
 
+# The headers of onnxruntime, 85 kB of Debian 13, into build/: nothing is installed.
+HEADERS := build/headers
+APT := -o Dir::Etc::SourceList=$(CURDIR)/$(HEADERS)/sources.list -o Dir::Etc::SourceParts=- -o Dir::State::Lists=$(CURDIR)/$(HEADERS)/lists -o Dir::Cache=$(CURDIR)/$(HEADERS)
+
+$(HEADERS)/usr:
+	mkdir -p $(HEADERS)/lists/partial $(HEADERS)/archives/partial
+	echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] http://deb.debian.org/debian trixie main" > $(HEADERS)/sources.list
+	apt-get $(APT) update && cd $(HEADERS) && apt-get $(APT) download libonnxruntime-dev
+	dpkg-deb --extract $(HEADERS)/libonnxruntime-dev_*.deb $(HEADERS)
+
 chromium:
 	@command -v chromium chromium-browser google-chrome >/dev/null || { echo "Installing Chromium, which opens the pages of reports and of transferry page" && apt-get install --yes --no-install-recommends chromium; } || { echo "No Chromium, and apt-get cannot install it: put chromium on the PATH" >&2; exit 1; }
 
 OPTIONAL_TESTS = PATH="$(CURDIR)/.venv-all/bin:$$PATH" OPTIONAL=required OMP_NUM_THREADS=1
 
-test-all: .venv-all/.ready .venv-optimum/.ready .venv-oldest/.ready $(PACKAGES) chromium
+test-all: .venv-all/.ready .venv-optimum/.ready .venv-oldest/.ready $(PACKAGES) $(HEADERS)/usr chromium
 	$(OPTIONAL_TESTS) .venv-all/bin/python -m pytest -n auto --dist loadfile --max-worker-restart 0 -m "(optional or thorough) and not optimum" $$(grep -rlE --include='*.py' 'mark\.(optional|thorough)' tests)
 	$(OPTIONAL_TESTS) .venv-all/bin/python -m pytest tests/export/test_conformance.py tests/export/test_recurrent.py -k 'cuda-fp16-recurrent or says_what'
 	$(OPTIONAL_TESTS) .venv-optimum/bin/python -m pytest -m optimum tests/export/subject/test_optimum.py
