@@ -318,6 +318,8 @@ def _place(table: Table, name: str) -> tuple[Move | NoPlace | None, dict[str, st
     """Table entry of a tensor, and the values of its "#" and "*"."""
     if f".{name}".endswith(CONSTANTS):
         return BUFFER, {}
+    if name.startswith("v_head."):  # of TRL, beside a model of any type
+        return NoPlace("value head"), {}
     for old, new in OLD_NAMES.items():
         if name.endswith(old):
             name = name.removesuffix(old) + new

@@ -257,6 +257,7 @@ def test_what_older_versions_wrote_is_read(kind: str, copied: Copies, made: Make
             tensors["embeddings.position_ids"] = torch.arange(64)[None]
             tensors["layers.0.rotary_emb.inv_freq"] = torch.ones(2)
             tensors["lm_head.weight"] = tensors["wte.weight"].clone()
+            tensors["v_head.summary.weight"] = torch.ones(1, 32)  # of TRL
         else:
             tensors["bert.embeddings.position_ids"] = torch.arange(64)[None]
             tensors["cls.predictions.decoder.bias"] = tensors["cls.predictions.bias"].clone()
