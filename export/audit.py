@@ -36,6 +36,7 @@ from transferry.export.oracle.searches import RECORDED
 from transferry.export.oracle.served import Answers
 from transferry.export.subject.decoder import ForeignDecoder
 from transferry.export.subject.foreign import ForeignFolder
+from transferry.export.subject.layout import COUNTING
 from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.decoding.generation_options import generation_options
 from transferry.runtime.decoding.search import search
@@ -186,7 +187,8 @@ class Audit:
         if not self.pairs:
             told.append("not covered: pairs of texts (the graph reads no token_type_ids)")
         if not self.oracle.config.encoder_layers and "left" not in subject.paddings:
-            told.append("not covered: padding on the left")
+            why = f" ({COUNTING} reads rows from the left)" if subject.layout.from_left else ""
+            told.append(f"not covered: padding on the left{why}")
         return told
 
     @cached_property
@@ -247,7 +249,7 @@ class Audit:
         else:
             yield from passages(subject, self.oracle, texts)
         rows = [*texts[:MOST_ALONE], *self._random_rows()]
-        yield from independence(subject, rows, subject.paddings)
+        yield from independence(subject, rows, subject.paddings, self.oracle.tolerance)
         yield claim("declared", lambda: [declared(subject.model.graphs)])
         if (beside := subject.beside) is not None:
             yield claim("files beside the graphs", lambda: beside.examined[0])

@@ -20,28 +20,38 @@ DECLARED = "declared types and shapes"
 
 
 def independence(
-    subject: Subject[Any], rows: Sequence[Sequence[int]], sides: Sequence[Padding]
+    subject: Subject[Any],
+    rows: Sequence[Sequence[int]],
+    sides: Sequence[Padding],
+    tolerance: Tolerance,
 ) -> list[Check]:
     """Returns checks of rows of text in padded batches beside the same rows alone.
 
-    The limit is float32's, whatever the precision of the graphs, times torch's worst error
-    on cases of random tokens.
+    The limit is float32's, times torch's worst error on cases of random tokens. Graphs of a
+    coarser precision round a row otherwise in a batch, and dynamic int8 by the batch's scale: twice
+    their own error is the limit, which two runs within that error of torch cannot exceed.
 
     Args:
         subject: Foreign graphs.
         rows: Token ids of each text.
         sides: Sides on which batches are padded.
+        tolerance: The largest limit.
     """
     return [
-        Check(f"batches padded {side}", partial(_padded, subject, rows, side))
+        Check(f"batches padded {side}", partial(_padded, subject, rows, side, tolerance))
         for side in (sides if rows else ())
     ]
 
 
 def _padded(
-    subject: Subject[Any], rows: Sequence[Sequence[int]], side: Padding, so_far: Findings
+    subject: Subject[Any],
+    rows: Sequence[Sequence[int]],
+    side: Padding,
+    tolerance: Tolerance,
+    so_far: Findings,
 ) -> Iterator[Findings]:
-    own = [item.reference_error for item in so_far.comparisons if item.stage != "text"]
+    compared = [item for item in so_far.comparisons if INDEPENDENCE not in item.case]
+    own = [item.reference_error for item in compared if item.stage != "text"]
     worst: dict[str, tuple[float, int]] = {}
     for first in range(0, len(rows), BATCH):
         batch = rows[first : first + BATCH]
@@ -59,14 +69,13 @@ def _padded(
                 if not distance <= worst.get(name, (-1.0, 0))[0]:
                     worst[name] = (distance, first + number)
     largest = max(own, default=0.0)
-    budget = Tolerance().budget(largest)
-    found = [
-        limited(
-            f"row {row}{INDEPENDENCE}batches padded {side}",
-            *(name, "text", distance, largest, budget),
-        )
-        for name, (distance, row) in worst.items()
-    ]
+    least, most = Tolerance().budget(largest), tolerance.budget(largest)
+    found = []
+    for name, (distance, row) in worst.items():
+        twice = 2 * max((item.error for item in compared if item.tensor == name), default=0.0)
+        shown = f"row {row}{INDEPENDENCE}batches padded {side}"
+        budget = max(least, min(twice, most))
+        found.append(limited(shown, name, "text", distance, largest, budget))
     yield Findings(comparisons=found)
 
 

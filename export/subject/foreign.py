@@ -170,10 +170,10 @@ def default_paddings(checkpoint: Checkpoint, layout: Layout) -> list[Padding]:
 
     Positions that are added to embeddings count from the left edge in an encoder, and in a decoder
     whose graph does not read them, so that torch itself answers otherwise where they are padded
-    there.
+    there. onnxruntime-genai pads the graphs of its builder on the right, for `COUNTING`.
     """
     config = checkpoint.model.config
     counted = config.encoder_layers or "positions" not in layout.decoder.inputs
-    if counted and config.positions in ("sinusoidal", "learned"):
+    if layout.from_left or (counted and config.positions in ("sinusoidal", "learned")):
         return ["right"]
     return ["left", "right"]

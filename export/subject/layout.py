@@ -47,6 +47,7 @@ PACKED = {BITS: 1, "GatherBlockQuantized": 0}
 LINEAR = frozenset({"QuantizeLinear", "DequantizeLinear"})
 EIGHT_BITS = frozenset({ir.DataType.INT8, ir.DataType.UINT8})
 FOUR_BITS = frozenset({ir.DataType.INT4, ir.DataType.UINT4})
+COUNTING = "GroupQueryAttention"  # reads the number of tokens of each row, no mask
 # Operators whose products are of integers.
 PRODUCTS = frozenset(
     {"MatMulInteger", "DynamicQuantizeMatMul", "MatMulIntegerToFloat", "QLinearMatMul", "QGemm"}
@@ -184,6 +185,12 @@ class Layout:
         """Returns the precision of the products: the coarsest of the graphs."""
         found = {each for graph in self.graphs for each in _precisions(graph.path)}
         return next((name for name in reversed(PRECISIONS) if name in found), FLOAT32.name)
+
+    @property
+    def from_left(self) -> bool:
+        """Whether an operator takes as many tokens from the left edge as the mask counts."""
+        nodes = (node for graph in self.graphs for node in ir.load(graph.path).graph.all_nodes())
+        return any(node.op_type == COUNTING for node in nodes)
 
     def in_integers(self) -> float:
         """Returns the share of the weights that integers hold, of all matrices."""
