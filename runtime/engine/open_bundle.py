@@ -271,6 +271,8 @@ class OpenBundle:
         default = self.default_options() if options is None else options
         if not isinstance(default, GenerationOptions):
             raise UsageError(f"options must be GenerationOptions, found {shown(default)}")
+        if "progress" in named:
+            raise UsageError("generation has no progress; write Engine(..., progress=True)")
         encode = self.bundle.tokenizer.encode_target
         return generation_options(suppressing(named, default, encode), default)
 

@@ -48,6 +48,8 @@ def test_names_change_single_fields_of_the_defaults(engine: Engine) -> None:
         engine.generate(TEXTS, beams=4)
     with pytest.raises(UsageError, match=r"no do_sample, num_beams; write sample, beam$"):
         engine.generate(TEXTS, num_beams=4, do_sample=True)
+    with pytest.raises(UsageError, match=r"no progress; write Engine\(..., progress=True\)$"):
+        engine.generate(TEXTS, progress=True)
     with pytest.raises(UsageError, match="no beams, xyz; it knows beam, "):
         engine.generate(TEXTS, beams=4, xyz=1)
     with pytest.raises(UsageError, match="beam must be a whole number"):
