@@ -123,13 +123,14 @@ def test_without_ray_on_its_machine_the_command_ends(
     cluster: Any, sources: str, tmp_path: Path
 ) -> None:
     """It can be run again, also with another Ray."""
-    load = partial(Deadly, tmp_path, seconds=0.05)
-    job = ray_job(load, *options(sources), on(cluster, 2))
+    # So slowly that rows are left when it looks for Ray again, on a fast machine too.
+    job = ray_job(partial(Deadly, tmp_path, seconds=0.5), *options(sources), on(cluster, 2))
     said = list[str]()
     with pytest.raises(InputError, match=r"Ray has ended on the machine.*rows are saved in"):
         job.run(once_saved(cluster.head_node.kill_raylet))
     assert "Raylet is terminated" in (job.folder / LOG).read_text()
-    again = ray_job(load, *options(sources), RayOptions("ray", ray_address="local", workers=2))
+    load, local = partial(Deadly, tmp_path), RayOptions("ray", ray_address="local", workers=2)
+    again = ray_job(load, *options(sources), local)
     assert again.run(say=said.append).resumed == 1
     assert "rows are saved in" in said[0]
     assert joined(again.output) == plain(sources)
