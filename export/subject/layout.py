@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TypedDict
 
@@ -186,7 +187,7 @@ class Layout:
         found = {each for graph in self.graphs for each in _precisions(graph.path)}
         return next((name for name in reversed(PRECISIONS) if name in found), FLOAT32.name)
 
-    @property
+    @cached_property
     def from_left(self) -> bool:
         """Whether an operator takes as many tokens from the left edge as the mask counts."""
         nodes = (node for graph in self.graphs for node in ir.load(graph.path).graph.all_nodes())

@@ -133,7 +133,7 @@ class Canonical:
         self.rest = {
             "opset versions": _digest(sorted(model.opset_imports.items())),
             # Bundles made before have 10, which changes nothing in graphs of 9.
-            "IR version": str(model.ir_version).replace("10", "9"),
+            "IR version": str(9 if model.ir_version == 10 else model.ir_version),
             "functions": _digest(
                 [
                     (key, self._graph(function, "function").digest)

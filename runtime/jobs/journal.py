@@ -382,7 +382,7 @@ class Journal:
     def _follows(self, chunk: Chunk) -> bool:
         """Whether a chunk begins where the last one ends, and has its file."""
         number = len(self.chunks)
-        if number and self.chunks[-1].first + self.chunks[-1].rows != chunk.first:
+        if number and (last := self.chunks[-1]).first + last.rows != chunk.first:
             return False
         return chunk.is_intact(self._path(number))
 

@@ -249,8 +249,8 @@ class RemoteOutput:
             hashes += [part.sha256 for part in group]
         self._require(lines)
         for suffix, text in texts(hash_of_hashes(hashes)).items():
-            _, kind, ending = suffix.split(".")
-            self.folder.write(f"_{kind}{self.mark}.{ending}", text.encode(errors="replace"))
+            _, kind, extension = suffix.split(".")
+            self.folder.write(f"_{kind}{self.mark}.{extension}", text.encode(errors="replace"))
         self.folder.write(f"_manifest{self.mark}.json", b"".join(manifest(lines)))
         if not self.mark:
             self.tidy(lines)
