@@ -8,7 +8,6 @@ On the CPU, greedy. MODEL is a folder of transformers, BUNDLE the export of its 
 token ids, cut from TEXT at one length and the same for all; every answer has the same number of
 tokens. The peers: CTranslate2's Generator, converted from MODEL, with its int8 beside an integer
 variant; onnxruntime-genai where it is installed and its builder takes MODEL, in float32 and in 4
-bits; llama.cpp for a Llama, where llama-cpp-python and gguf are installed, in float32, 8 and 4
 bits; and `generate` of transformers in float32. Batch size and threads of each are tuned, rounds
 interleaved. `same` counts rows with the engine's tokens. `ratio` is the engine's tokens per second
 over a peer's, by median time. The last line is JSON. `--quick` takes about two minutes.
@@ -30,7 +29,6 @@ import torch
 
 from ctranslate2_model import import_ctranslate2
 from environment import environment, processor
-from llama_cpp_model import LlamaCppModel, write_gguf
 from rounds import compare, fastest, interleaved
 from sentences import read_sentences
 from throughput import numbers
@@ -162,36 +160,6 @@ def _genai_tokens(genai: Any, model: Any, new: int, prompts: Prompts, rows: int)
     return answers
 
 
-def open_llama_cpp(model: Path, folder: Path, kind: str, new: int) -> dict[str, Generating]:
-    """Converts the model to GGUF; opens it with the first prompts, whose length it needs."""
-    import llama_cpp  # noqa: F401  # the reason why it is left out, before anything is timed
-
-    source = folder / "f32.gguf"
-    if not source.exists():
-        write_gguf(model, source)
-    opened = partial(LlamaCppModel, source, kind, BATCH_ROWS[-1])
-    return {"llama.cpp's own": partial(_llama_cpp_tokens, opened, {}, new)}
-
-
-def _llama_cpp_tokens(
-    opened: Callable[[int], LlamaCppModel],
-    contexts: dict[int, LlamaCppModel],
-    new: int,
-    prompts: Prompts,
-    rows: int,
-) -> list[list[int]]:
-    length = len(prompts[0]) + new  # a context of the length that is needed, opened once
-    if length not in contexts:
-        contexts.clear()
-        contexts[length] = opened(length)
-    starts = range(0, len(prompts), rows)
-    return [
-        answer
-        for start in starts
-        for answer in contexts[length].generate(prompts[start : start + rows], new)
-    ]
-
-
 def cut_prompts(lines: Sequence[str], engine: Engine, rows: int, length: int) -> list[list[int]]:
     """Cuts a text into prompts of one length, start token included."""
     ids = engine.bundle.tokenizer.encode(" ".join(lines))
@@ -248,10 +216,6 @@ def open_sides(arguments: argparse.Namespace, variant: str, folder: Path) -> dic
         f"genai {'int4' if integers else 'fp32'}": partial(
             open_genai, arguments.model, folder, "int4" if integers else "fp32", new
         ),
-        **{
-            f"llama.cpp {kind}": partial(open_llama_cpp, arguments.model, folder, kind, new)
-            for kind in (("q8_0", "q4_0") if integers else ("f32",))
-        },
         "transformers": partial(open_transformers, arguments.model, new),
     }
     sides = {ENGINE: open_engine(arguments.bundle, variant, new)}
@@ -309,7 +273,7 @@ def main() -> None:
     ]
     head = ("variant", "prompt", "peer", "engine tokens/s", "its tokens/s", "ratio", "by round")
     print(f"\n{table((*head, 'same rows', 'processor'), rows)}\n")
-    peers = "ctranslate2", "transformers", "onnxruntime-genai", "llama-cpp-python", "torch"
+    peers = "ctranslate2", "transformers", "onnxruntime-genai", "torch"
     here = environment(*peers)
     print(json.dumps({"cells": cells, "rounds": arguments.rounds, **here}))
 

@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -12,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime
 import pytest
 import torch
 
@@ -335,26 +332,6 @@ def printed(script: str, *arguments: Path | str) -> list[str]:
     )
     assert result.returncode == 0, result.stderr
     return result.stdout.splitlines()
-
-
-def test_versions_of_onnxruntime_answer_in_processes_of_their_own(
-    bundle_folder: Path, tmp_path: Path
-) -> None:
-    text, other = tmp_path / "text.txt", tmp_path / "other"
-    text.write_text("\n".join(TEXTS) + "\n", encoding="utf-8")
-    # A version that says another number.
-    installed, begin = Path(onnxruntime.__file__), other / "onnxruntime" / "__init__.py"
-    shutil.copytree(installed.parent, begin.parent, copy_function=os.symlink)
-    begin.unlink()
-    begin.write_text(installed.read_text() + "\n__version__ = 'other'\n")
-    options = ["--rows", "4", "--rounds", "1", "--variant", "portable", "--max-length", "20"]
-    record = json.loads(printed("versions.py", bundle_folder, text, other, *options)[-1])
-    assert (record["same"], record["rows"]) == (4, 4)
-    assert set(record["ratio_of_times"]) == {"other"}
-    versions = {
-        name: side["versions"]["onnxruntime"] for name, side in record["environment"].items()
-    }
-    assert versions == {"installed": onnxruntime.__version__, "other": "other"}
 
 
 @pytest.mark.parametrize(

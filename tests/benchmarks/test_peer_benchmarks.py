@@ -55,20 +55,6 @@ def test_generate_of_transformers_gives_the_engines_tokens(
         assert cell["peers"]["transformers"]["same"] == "8/8"
 
 
-def test_llama_cpp_reads_what_is_written_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
-    pytest.importorskip("gguf", reason="gguf is not installed")
-    options = ("--prompts", "3,9", "--new-tokens", "5")
-    measured(generators, "llama", tmp_path, monkeypatch, *options)
-    record = json.loads(capsys.readouterr().out.splitlines()[-1])
-    for cell in record["cells"]:
-        # Its float32 is off by a thousandth; other weights or rotations leave no row the same.
-        same, rows = cell["peers"]["llama.cpp f32"]["same"].split("/")
-        assert int(same) >= int(rows) / 2
-
-
 def test_the_peers_give_the_engines_vectors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
