@@ -54,7 +54,11 @@ class BeamGraph(SearchGraph):
         # Whether beams are ranked by other values than the model's log-probabilities; `excess` are
         # the model's less these.
         options = self.options
-        self.forces = options.forced_begin is not None  # a token that counts as likely as 1
+        # Ids of languages that a beginning may name where no default does; a first token that is
+        # such a one, or any where there is a default, counts as likely as 1.
+        named = self.has_encoder and not self.special.begins_with_language
+        self.languages = [*self.special.languages.values()] if named else []
+        self.forces = options.forced_begin is not None or bool(self.languages)
         self.changes = options.repetition_penalty != 1 or bool(options.forced_end) or self.forces
 
     def _part(
@@ -238,16 +242,13 @@ class BeamGraph(SearchGraph):
         # Forced first tokens; after them a step reads one token, which is scored already.
         begun = step.columns(given["target"], 1, END)
         unused = step.columns(given["target"], 0, 1)
-        scored = step.unsqueezed(step.joined(begun, unused), 2)
-        gains = step.op("GatherElements", [every, scored], {"axis": 2})
+        scored = step.joined(begun, unused)
+        gains = step.op("GatherElements", [every, step.unsqueezed(scored, 2)], {"axis": 2})
         forced = step.joined(
             step.op("GreaterOrEqual", [begun, step.of(0)]),
             step.op("Less", [unused, step.of(0)]),
         )
-        counted = forced
-        if self.forces:
-            nowhere = step.op("Less", [unused, step.of(0)])
-            counted = step.joined(nowhere, step.columns(forced, 1, END))
+        counted = self._counted(scored, forced) if self.forces else forced
         totals = step.op("Reshape", [given["totals"], step.of(-1)])
         totals = step.op("Add", [totals, self._sum(gains, counted)])
         totals = step.unsqueezed(totals, 1)
@@ -278,6 +279,18 @@ class BeamGraph(SearchGraph):
             kept = step.picked(kept, parents)
             excess = step.op("Add", [kept, step.picked(more, places)])
         return (values, parents, step.op("Mod", [places, step.of(size)])), failed, excess
+
+    def _counted(self, tokens: ir.Value, forced: ir.Value) -> ir.Value:
+        """Returns where forced tokens count by their own value: not first, as begin or language."""
+        step = self.step
+        first = step.columns(forced, 0, 1)
+        if self.options.forced_begin is None:
+            each = step.unsqueezed(step.columns(tokens, 0, 1), 2)
+            begins = step.any(step.op("Equal", [each, step.of(*self.languages)]), 2)
+        else:
+            begins = first
+        first = step.op("And", [first, step.op("Not", [begins])])
+        return step.joined(first, step.columns(forced, 1, END))
 
     def _sum(self, gains: ir.Value, mask: ir.Value) -> ir.Value:
         """Returns the sums of gains `[rows, columns, 1]` where a mask is true `[rows]`."""
