@@ -14,8 +14,15 @@ from numpy.typing import NDArray
 
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.export.checks.check import Check, Findings, claim, prove
-from transferry.export.checks.independence import BATCH, declared, independence
-from transferry.export.checks.numbers import batch_sizes, numbers, repeats
+from transferry.export.checks.foreign_weights import foreign_weights
+from transferry.export.checks.numbers import (
+    BATCH,
+    batch_sizes,
+    declared,
+    independence,
+    numbers,
+    repeats,
+)
 from transferry.export.checks.searches import Search, Text
 from transferry.export.checks.task_metrics import task_metrics, token_agreement
 from transferry.export.checks.texts import given_answers, passages, readings
@@ -251,6 +258,8 @@ class Audit:
         rows = [*texts[:MOST_ALONE], *self._random_rows()]
         yield from independence(subject, rows, subject.paddings, self.oracle.tolerance)
         yield claim("declared", lambda: [declared(subject.model.graphs)])
+        model, layout = self.checkpoint.model, subject.layout
+        yield claim("weights", lambda: [foreign_weights(model, layout)])
         if (beside := subject.beside) is not None:
             yield claim("files beside the graphs", lambda: beside.examined[0])
 

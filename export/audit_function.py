@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,8 +16,8 @@ from torch import nn
 
 from transferry.export.audit import NOTHING, Done, Planting, tolerance_of, with_faults
 from transferry.export.checks.check import INDEPENDENCE, Check, Findings, claim, prove
-from transferry.export.checks.independence import declared
-from transferry.export.checks.numbers import REPEATED, REPEATS
+from transferry.export.checks.foreign_weights import foreign_weights
+from transferry.export.checks.numbers import REPEATED, REPEATS, batched, declared
 from transferry.export.faults.gate import Gate
 from transferry.export.subject.function import (
     Arrays,
@@ -80,6 +80,7 @@ class FunctionAudit:
             yield Check(f"input {number}", partial(self._input, subject, f"input {number}", inputs))
         yield claim(REPEATED, lambda: [_repeats(subject)])
         yield claim("declared", lambda: [declared([subject.model])])
+        yield claim("weights", lambda: [foreign_weights(self.module, subject.layout)])
 
     def _input(
         self, subject: FunctionGraph, name: str, inputs: Inputs, so_far: Findings
@@ -88,6 +89,7 @@ class FunctionAudit:
         cases: list[tuple[str, Inputs]] = [(name, inputs)]
         cases += [(f"{name}, row {row}", each) for row, each in enumerate(rows_alone(inputs))]
         whole: Arrays = {}
+        errors: dict[str, float] = {}  # the largest of each output
         for row, (case, given) in enumerate(cases, start=-1):
             try:
                 found = subject.answers(given)
@@ -109,9 +111,30 @@ class FunctionAudit:
             ]
             yield Findings(comparisons=compared)
             whole = whole or found
+            errors |= {
+                item.tensor: max(item.error, errors.get(item.tensor, 0.0)) for item in compared
+            }
             if row >= 0:
-                alone = _independence(case, row, found, whole, own, oracle)
+                rounding = {name: _error(own[name], oracle[name]) for name in found}
+                alone = self._independence(case, row, found, whole, rounding, errors)
                 yield Findings(comparisons=list(alone))
+
+    def _independence(
+        self,
+        case: str,
+        row: int,
+        alone: Arrays,
+        whole: Arrays,
+        own: Mapping[str, float],
+        errors: Mapping[str, float],
+    ) -> Iterator[Comparison]:
+        """Compares a row alone with the same row in its batch; see `batched`."""
+        for name, wanted in alone.items():
+            if whole[name].shape[1:] == wanted.shape[1:] and len(whole[name]) > row:
+                error = _error(whole[name][row : row + 1], wanted)
+                budget = batched(self.tolerance, own[name], errors[name])
+                shown = f"{case}{INDEPENDENCE}its batch"
+                yield limited(shown, name, "text", error, own[name], budget)
 
     def _compare(
         self,
@@ -126,18 +149,6 @@ class FunctionAudit:
             return Comparison(case, name, "text", np.inf, 0.0, 0.0, fault)
         own, error = _error(reference, oracle), _error(found, oracle)
         return limited(case, name, "text", error, own, self.tolerance.budget(own))
-
-
-def _independence(
-    case: str, row: int, alone: Arrays, whole: Arrays, own: Arrays, oracle: Arrays
-) -> Iterator[Comparison]:
-    for name, wanted in alone.items():
-        if whole[name].shape[1:] == wanted.shape[1:] and len(whole[name]) > row:
-            error = _error(whole[name][row : row + 1], wanted)
-            rounding = _error(own[name], oracle[name])
-            budget = Tolerance().budget(rounding)
-            shown = f"{case}{INDEPENDENCE}its batch"
-            yield limited(shown, name, "text", error, rounding, budget)
 
 
 def _repeats(subject: FunctionGraph) -> Claim:

@@ -1,9 +1,9 @@
-"""Every tensor of a model over cases of random tokens, every position, and the same input again."""
+"""Every tensor over cases of random tokens, the same input again, and rows in padded batches."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,22 +11,27 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from transferry.export.checks.check import Check, Findings, prove
+from transferry.export.checks.check import INDEPENDENCE, Check, Findings, failed, prove
 from transferry.export.oracle.cases import MOST_LOGITS, NEW_TOKENS, random_case
 from transferry.export.oracle.followed import followed
 from transferry.export.oracle.oracle import Oracle
+from transferry.export.subject.decoder import Padding
+from transferry.export.subject.session import ForeignGraph
 from transferry.export.subject.subject import Observable, OpenedModel, Subject
 from transferry.runtime.decoding.decoder import ObservableDecoder, Tensors
 from transferry.runtime.errors import InputError
-from transferry.runtime.proof.compare import Case, Comparison, compare, observe
+from transferry.runtime.proof.compare import Case, Comparison, Tolerance, compare, limited, observe
 from transferry.runtime.proof.report import Claim
 from transferry.runtime.proof.self_consistency import self_consistency
+from transferry.runtime.proof.units import Units
 
 BLOCK = 64  # positions that torch computes at once
 # Of batches: every size up to this one, and so many larger ones.
 EVERY_SIZE, LARGER_SIZES = 64, 8
 REPEATS = 3
 REPEATED = "repeated runs"
+BATCH = 8  # rows of a batch that is compared with the same rows alone
+DECLARED = "declared types and shapes"
 
 
 def numbers(subject: Subject[Any], oracle: Oracle, cases: Iterable[Case]) -> list[Check]:
@@ -201,3 +206,84 @@ def _walk(
         states = [side.select(each, swapped) for side, each in zip(sides, states, strict=True)]
         state = model.select(state, swapped)
         source, mask, target = source[swapped], mask[swapped], target[swapped]
+
+
+def independence(
+    subject: Subject[Any],
+    rows: Sequence[Sequence[int]],
+    sides: Sequence[Padding],
+    tolerance: Tolerance,
+) -> list[Check]:
+    """Returns checks of rows of text in padded batches beside the same rows alone.
+
+    `batched` gives the limit, from torch's worst error on cases of random tokens.
+
+    Args:
+        subject: Foreign graphs.
+        rows: Token ids of each text.
+        sides: Sides on which batches are padded.
+        tolerance: The largest limit.
+    """
+    return [
+        Check(f"batches padded {side}", partial(_padded, subject, rows, side, tolerance))
+        for side in (sides if rows else ())
+    ]
+
+
+def _padded(
+    subject: Subject[Any],
+    rows: Sequence[Sequence[int]],
+    side: Padding,
+    tolerance: Tolerance,
+    so_far: Findings,
+) -> Iterator[Findings]:
+    compared = [item for item in so_far.comparisons if INDEPENDENCE not in item.case]
+    own = [item.reference_error for item in compared if item.stage != "text"]
+    worst: dict[str, tuple[float, int]] = {}
+    for first in range(0, len(rows), BATCH):
+        batch = rows[first : first + BATCH]
+        try:
+            together = subject.model.read(batch, side)
+            alone = [subject.model.read([row], side)[0] for row in batch]
+        except InputError as error:
+            shown = f"rows {first} to {first + len(batch) - 1}, batches padded {side}"
+            yield Findings(comparisons=[failed(shown, "text", error)])
+            continue
+        for number, (one, other) in enumerate(zip(alone, together, strict=True)):
+            for name, wanted in one.items():
+                units = Units.of(wanted, logits=name == "logits")
+                distance = units.largest_error(other[name])
+                if not distance <= worst.get(name, (-1.0, 0))[0]:
+                    worst[name] = (distance, first + number)
+    largest, found = max(own, default=0.0), []
+    for name, (distance, row) in worst.items():
+        furthest = max((item.error for item in compared if item.tensor == name), default=0.0)
+        shown = f"row {row}{INDEPENDENCE}batches padded {side}"
+        budget = batched(tolerance, largest, furthest)
+        found.append(limited(shown, name, "text", distance, largest, budget))
+    yield Findings(comparisons=found)
+
+
+def batched(tolerance: Tolerance, own: float, error: float) -> float:
+    """Returns how far a row in a batch may be from the row alone: as far as float32 allows.
+
+    Graphs of a coarser precision round a row otherwise in a batch, and dynamic int8 by the batch's
+    scale: twice their own error is the limit, which two runs within that error of torch cannot
+    exceed.
+
+    Args:
+        tolerance: The largest limit.
+        own: torch's own error in float32.
+        error: The largest error of the graph.
+    """
+    return max(Tolerance().budget(own), min(2 * error, tolerance.budget(own)))
+
+
+def declared(graphs: Sequence[ForeignGraph]) -> Claim:
+    """Returns the outputs whose declared type or shape differs from the observed one."""
+    found = [
+        f"{graph.graph.path.name}: {name} {problem}"
+        for graph in graphs
+        for name, problem in graph.lies.items()
+    ]
+    return Claim(DECLARED, "; ".join(found))

@@ -203,14 +203,14 @@ def _precisions(path: Path) -> Iterator[str]:
     model = ir.load(path)
     for node in model.graph.all_nodes():
         if node.op_type in PACKED:
-            yield "int8" if _bits(node) == 8 else "int4"
+            yield "int8" if bits(node) == 8 else "int4"
         elif node.op_type in LINEAR:
             read = node.inputs[0]
             yield "int4" if read is not None and read.dtype in FOUR_BITS else "int8"
         elif node.op_type in PRODUCTS:
             yield "int8"
     types = {"FLOAT16": "float16", "BFLOAT16": "bfloat16"}
-    for tensor in _stored(model):
+    for tensor in stored(model):
         if tensor.dtype in FOUR_BITS and len(tensor.shape) > 1:
             yield "int4"
         elif tensor.dtype in EIGHT_BITS and len(tensor.shape) > 1:
@@ -219,7 +219,7 @@ def _precisions(path: Path) -> Iterator[str]:
             yield types.get(tensor.dtype.name, "float32")
 
 
-def _stored(model: ir.Model) -> Iterator[ir.TensorProtocol]:
+def stored(model: ir.Model) -> Iterator[ir.TensorProtocol]:
     """Yields all constants of a graph and of the graphs within it."""
     for graph in (model.graph, *model.graph.subgraphs()):
         for value in graph.initializers.values():
@@ -230,7 +230,8 @@ def _stored(model: ir.Model) -> Iterator[ir.TensorProtocol]:
             yield node.attributes["value"].as_tensor()
 
 
-def _bits(node: ir.Node) -> int:
+def bits(node: ir.Node) -> int:
+    """Returns the bits of a number of the weights that an operator of `PACKED` reads."""
     given = node.attributes.get("bits")
     return 4 if given is None else int(given.value)
 
@@ -243,7 +244,7 @@ def _matrices(path: Path) -> tuple[int, int]:
     for node in model.graph.all_nodes():
         names = [None if value is None else value.name for value in node.inputs]
         if node.op_type in PACKED:
-            packed[names[PACKED[node.op_type]]] = 8 // _bits(node)
+            packed[names[PACKED[node.op_type]]] = 8 // bits(node)
             scales |= {*names[2:]}  # zero points too
         elif node.op_type in LINEAR:
             scales |= {*names[1:]}
@@ -339,7 +340,7 @@ def _load(path: Path) -> ir.Model:
 
 def _weights(model: ir.Model) -> set[str]:
     """Returns the names of the files that hold weights of a graph."""
-    outside = (tensor for tensor in _stored(model) if isinstance(tensor, ir.ExternalTensor))
+    outside = (tensor for tensor in stored(model) if isinstance(tensor, ir.ExternalTensor))
     return {str(tensor.location) for tensor in outside}
 
 

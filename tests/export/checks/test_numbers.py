@@ -2,23 +2,36 @@
 
 import copy
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import torch
+from onnx import helper, numpy_helper
 
+from transferry.export.audit import tolerance_of
+from transferry.export.audit_function import audit_function
 from transferry.export.checks.check import Findings, prove
-from transferry.export.checks.numbers import BLOCK, batch_sizes, compare_cases, positions
+from transferry.export.checks.numbers import (
+    BLOCK,
+    batch_sizes,
+    compare_cases,
+    independence,
+    positions,
+)
 from transferry.export.oracle.cases import many_rows, random_case, sizes
 from transferry.export.oracle.oracle import SHAKES, SINGLE, Oracle
+from transferry.export.subject.function import FunctionGraph
+from transferry.export.subject.layout import GraphFile, Layout
 from transferry.export.subject.subject import OpenedModel
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.decoding.decoder import StepOutput, Tensors
 from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.ort.portable_decoder import PortableDecoder
 from transferry.runtime.ort.session import SessionOptions
-from transferry.runtime.proof.compare import Case, Truth, compare, observe
+from transferry.runtime.proof.compare import Case, Truth, compare, limited, observe
 
 
 def walked(oracle: Oracle, decoder: PortableDecoder) -> Findings:
@@ -180,3 +193,55 @@ def test_only_scores_not_near_torch_are_measured_in_float64(
         assert measured == [True, True, False, True, False, False]
     ruled = oracle.scored(expected, near, replace(options, repetition_penalty=1.1))
     assert ruled.scores[0][0].own < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("precision", "error", "passes"),
+    [("float32", 1e-3, False), ("float16", 1e-3, True), ("float16", 1e-2, False)],
+)
+def test_a_batch_may_round_as_its_precision_does(
+    precision: str, error: float, passes: bool
+) -> None:
+    class Rounding:
+        """Its rows move in a batch."""
+
+        model = property(lambda self: self)
+
+        def read(self, rows: list[list[int]], side: str) -> list[dict[str, Any]]:
+            return [{"logits": np.full((1, 9), 1 + (len(rows) > 1) * error)} for _ in rows]
+
+    own = limited("batch 3", "logits", "first step", 1e-3 if passes else 2e-4, 0.0, 1.0)
+    subject: Any = Rounding()
+    (check,) = independence(subject, [[1], [2]], ["right"], tolerance_of(precision))
+    (found,) = check.run(Findings(comparisons=[own]))
+    assert any(item.fault for item in found.comparisons) != passes
+
+
+@pytest.mark.parametrize(("away", "passes"), [(1e-3, True), (0.1, False)])
+def test_rows_of_a_function_may_round_as_its_precision_does(
+    away: float, passes: bool, tmp_path: Path
+) -> None:
+    """A graph whose rows move in a batch."""
+    torch.manual_seed(0)
+    inner, given = torch.nn.Linear(4, 3), torch.randn(5, 4)
+    one = torch.ones(1)
+    weights = {"w": inner.weight.T, "b": inner.bias, "one": one, "away": one + away}
+    nodes = [
+        helper.make_node("Size", ["x"], ["size"]),
+        helper.make_node("Greater", ["size", "four"], ["several"]),
+        helper.make_node("Where", ["several", "away", "one"], ["factor"]),
+        helper.make_node("Gemm", ["x", "w", "b"], ["product"]),
+        helper.make_node("Mul", ["product", "factor"], ["y"]),
+    ]
+    weights["four"] = torch.tensor(4)
+    tensors = [numpy_helper.from_array(each.detach().numpy(), n) for n, each in weights.items()]
+    value = helper.make_tensor_value_info
+    inputs, outputs = ([value(name, 1, ["rows", size])] for name, size in (("x", 4), ("y", 3)))
+    model = helper.make_model(
+        helper.make_graph(nodes, "graph", inputs, outputs, tensors), ir_version=9
+    )
+    model.opset_import[0].version = 20
+    onnx.save(model, tmp_path / "model.onnx")
+    layout = Layout("a tool", GraphFile(tmp_path / "model.onnx", {}, {}))
+    subject = FunctionGraph(layout, SessionOptions(), inner, [[given]])
+    assert audit_function(tmp_path, subject, "float16").passed == passes
