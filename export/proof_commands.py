@@ -209,13 +209,16 @@ def verify(bundle_folder: Path, **options: Any) -> None:
 
             trained = load_reference(checkpoint, tokenizer=bundle.tokenizer)
             samples = [] if without else load_samples(checkpoint)
-            kept = fitting(samples, trained.tokenizer, trained.model.config)
+            if texts is None:
+                texts = fitting(samples, trained.tokenizer, trained.model.config)
+            if date and not force:
+                certificates.require_rows(len(texts), certificates.distinct_rows(texts))
             report = verify_against(
                 trained,
                 bundle,
                 open_model(bundle, variant, session),
                 Request(
-                    kept if texts is None else texts,
+                    texts,
                     targets,
                     cross_check=options["cross_check"],
                     plant_faults=options["self_test"],

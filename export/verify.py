@@ -49,6 +49,7 @@ from transferry.runtime.decoding.generation_options import generation_options, s
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.ort.open_model import ServedModel
+from transferry.runtime.proof.certificates.stored import distinct_rows
 from transferry.runtime.proof.certificates.strength import GRAPHS
 from transferry.runtime.proof.compare import Case, Tolerance
 from transferry.runtime.proof.recorded import RECORDED
@@ -283,7 +284,7 @@ class Verification:
             **subject.describe(),
             **subject.bundle.manifest.card.cited(),
             "rows": len(request.texts),
-            "distinct_rows": len({" ".join(text.split()) for text in request.texts}),
+            "distinct_rows": distinct_rows(request.texts),
             "batch_rows": self.batches.rows,
             "text_sha256": hashlib.sha256("\n".join(request.texts).encode()).hexdigest(),
             "tasks": list(self.tasks),

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import Result
 
 from tests.commands import call, done
 from tests.runtime.proof.keys import key_files, model_signing
@@ -26,6 +27,25 @@ DATE = "2026-11-21"
 @pytest.fixture
 def bundle(bundle_folder: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(bundle_folder, tmp_path / "bundle"))
+
+
+@pytest.fixture(scope="module")
+def verified(
+    bundle_folder: Path,
+    run_folder: Path,
+    lines: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Path, Result]:
+    """A bundle with a certificate against its checkpoint, and the output of `verify`."""
+    bundle = shutil.copytree(bundle_folder, tmp_path_factory.mktemp("verified") / "bundle")
+    options: list[str | Path] = ["--checkpoint", run_folder, "--text", lines, "--target", lines]
+    return bundle, done("verify", bundle, *options, "--certify", DATE)
+
+
+@pytest.fixture
+def certified(verified: tuple[Path, Result], tmp_path: Path) -> Path:
+    """A copy of the bundle of `verified`."""
+    return Path(shutil.copytree(verified[0], tmp_path / "certified"))
 
 
 @pytest.fixture(scope="module")
@@ -53,34 +73,30 @@ def spoil(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
 
 
 def test_from_a_proof_to_a_result_that_cites_it(
-    bundle: Path, run_folder: Path, lines: Path, tmp_path: Path
+    bundle: Path, certified: Path, verified: tuple[Path, Result], lines: Path, tmp_path: Path
 ) -> None:
     refused = call("run", bundle, lines, "-o", tmp_path / "out", "--require-certificate")
     assert refused.exit_code == 4
     assert "no certificate that holds here" in refused.stderr
     assert not (tmp_path / "out").exists()
 
-    options: list[str | Path] = ["--checkpoint", run_folder, "--text", lines, "--target", lines]
-    verified = call("verify", bundle, *options, "--certify", DATE)
-    assert verified.exit_code == 0
-    assert "Token agreement 100 %" in verified.stdout
-    assert f"certificate of {DATE} for variant portable, unsigned" in verified.stderr
-    assert "against the checkpoint" in call("inspect", bundle).stdout
-    (shown,) = json.loads(call("inspect", bundle, "--json").stdout)["certificates"]
+    assert "Token agreement 100 %" in verified[1].stdout
+    assert f"certificate of {DATE} for variant portable, unsigned" in verified[1].stderr
+    assert "against the checkpoint" in call("inspect", certified).stdout
+    (shown,) = json.loads(call("inspect", certified, "--json").stdout)["certificates"]
     assert (shown["date"], shown["rows"], shown["worth"]) == (DATE, "30", "holds")
 
-    cited = done("run", bundle, lines, "-o", tmp_path / "out", "--require-certificate")
+    cited = done("run", certified, lines, "-o", tmp_path / "out", "--require-certificate")
     assert f"certificate of {DATE} against the checkpoint" in cited.stderr
     made = tomllib.loads((tmp_path / "out.settings.toml").read_text(encoding="utf-8"))["made"]
     assert made["certificate"].startswith(f"of {DATE} against the checkpoint (variant portable")
     other = ["--require-certificate", "--optimisation", "basic", "--force"]
-    assert call("run", bundle, lines, "-o", tmp_path / "out", *other).exit_code == 4
+    assert call("run", certified, lines, "-o", tmp_path / "out", *other).exit_code == 4
 
 
-def test_a_certificate_covers_what_was_verified(
-    bundle: Path, run_folder: Path, lines: Path, tmp_path: Path
+def test_a_certificate_says_how_strong_it_is(
+    bundle: Path, certified: Path, run_folder: Path, lines: Path, tmp_path: Path
 ) -> None:
-    """Searches, batch sizes, and the side compared with the bundle."""
     assert call("verify", bundle, "--certify", DATE).exit_code == 0
     run: list[str | Path] = ["run", bundle, lines, "-o", tmp_path / "out"]
     refused = call(*run, "--require-certificate")
@@ -90,16 +106,23 @@ def test_a_certificate_covers_what_was_verified(
 
     few = tmp_path / "few"
     few.write_bytes(b"".join(lines.read_bytes().splitlines(True)[: LEAST_ROWS - 1]))
-    verify: list[str | Path] = ["verify", bundle, "--checkpoint", run_folder, "--text"]
-    little = call(*verify, few, "--certify", DATE)
+    verify: list[str | Path] = ["verify", bundle, "--checkpoint", run_folder, "--text", few]
+    little = call(*verify, "--certify", DATE)
     assert little.exit_code == 2
+    assert not little.stdout, "refused before the work"
     assert "expected at least 30 rows of text for a certificate, found 29" in little.stderr
-    verify.append(lines)
-    assert call(*verify, "--certify", DATE).exit_code == 0
-    weaker = call("verify", bundle, "--certify", DATE)
+    weaker = call("verify", certified, "--certify", DATE)
     assert weaker.exit_code == 2
     assert "give --checkpoint, or --force" in weaker.stderr
-    run += ["--force", "--require-certificate"]
+
+
+def test_a_certificate_covers_what_was_verified(
+    certified: Path, run_folder: Path, lines: Path, tmp_path: Path
+) -> None:
+    """Searches and batch sizes."""
+    verify: list[str | Path] = ["verify", certified, "--checkpoint", run_folder, "--text", lines]
+    run: list[str | Path] = ["run", certified, lines, "-o", tmp_path / "out", "--force"]
+    run.append("--require-certificate")
     search = ["--beam", "3", "--no-repeat-ngram", "2", "--suppress", "the", "--suppress", "7"]
     refused = call(*run, *search)
     assert refused.exit_code == 4
@@ -107,9 +130,9 @@ def test_a_certificate_covers_what_was_verified(
     assert not (tmp_path / "out.job").exists()
     assert call(*run, "--batch-rows", "65").exit_code == 4
 
-    verified = call(*verify, *search, "--batch-rows", "65", "--certify", DATE, "--json")
-    assert verified.exit_code == 0
-    report = json.loads(verified.stdout)
+    report = json.loads(
+        done(*verify, *search, "--batch-rows", "65", "--certify", DATE, "--json").stdout
+    )
     assert "as given" in [item["search"] for item in report["decisions"]]
     assert report["settings"]["batch_rows"] == 65
     assert call(*run, *search).exit_code == 0
@@ -121,7 +144,7 @@ def test_a_certificate_covers_what_was_verified(
     conflict = call(*verify, "--beam", "3", "--sample")
     assert conflict.exit_code == 2
     assert "--sample and --beam=3 exclude each other" in conflict.stderr
-    alone = call("verify", bundle, *search)
+    alone = call("verify", certified, *search)
     assert alone.exit_code == 2
     assert "--beam needs --checkpoint" in alone.stderr
 
@@ -150,14 +173,14 @@ def countersigned(bundle: Path, run: list[str | Path], public: Path, folder: Pat
 
 
 def test_from_a_signature_to_a_result_that_cites_its_key(
-    bundle: Path, run_folder: Path, lines: Path, tmp_path: Path
+    certified: Path, run_folder: Path, lines: Path, tmp_path: Path
 ) -> None:
+    bundle = certified
     private, public = key_files(tmp_path)
     _, other = key_files(tmp_path, "other", secret=7)
     key_id = load_public_key(public).key_id
     options: list[str | Path] = ["--checkpoint", run_folder, "--text", lines, "--certify", DATE]
-    signed = done("verify", bundle, *options, "--sign", private)
-    assert f", signed by {key_id}, in {bundle}" in signed.stderr
+    done("sign", bundle, "--key", private)
     (path,) = (bundle / "certificates").iterdir()
     assert model_signing(bundle, path, public) == (0, "Verification succeeded\n")
 
@@ -217,7 +240,8 @@ def test_the_workers_of_ray_check_the_signature_too(
     from transferry.runtime.jobs import ray_job
 
     private, public = key_files(tmp_path)
-    done("verify", bundle, "--certify", DATE, "--sign", private)
+    signed = done("verify", bundle, "--certify", DATE, "--sign", private)
+    assert f", signed by {load_public_key(public).key_id}, in {bundle}" in signed.stderr
     loaded = {}
 
     def of_ray(load: Any, *_: object) -> None:

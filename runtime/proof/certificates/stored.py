@@ -163,7 +163,8 @@ def certify(
             "no search was verified, and a certificate without one covers no answer: give --text"
         )
     if report.passed and not force:
-        _require_rows(report)
+        rows = int(report.settings.get("rows", LEAST_ROWS))
+        require_rows(rows, int(report.settings.get("distinct_rows", rows)))
         strength = report.strength or "recorded"
         require_no_stronger(bundle, variant, options, strength, key is not None)
     path = bundle.folder / FOLDER / Cell.of(variant, options).file_name
@@ -264,10 +265,13 @@ def _summary(bundle: Bundle, report: ParityReport) -> dict[str, Any]:
     }
 
 
-def _require_rows(report: ParityReport) -> None:
+def distinct_rows(texts: Sequence[str]) -> int:
+    """Returns the number of rows of text that differ in more than white space."""
+    return len({" ".join(text.split()) for text in texts})
+
+
+def require_rows(rows: int, distinct: int) -> None:
     """Raises UsageError for fewer different rows of text than `LEAST_ROWS`."""
-    rows = int(report.settings.get("rows", LEAST_ROWS))
-    distinct = int(report.settings.get("distinct_rows", rows))
     if distinct < LEAST_ROWS:
         kind, equal = ("different ", f" among {rows}") if distinct < rows else ("", "")
         raise UsageError(
