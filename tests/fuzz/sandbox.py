@@ -67,12 +67,17 @@ def serve() -> None:
     import onnxruntime
     import tiktoken
     import torch
+    import torch._dynamo
+    import transformers
 
+    from transferry.build_model.importing.huggingface import importer
     from transferry.export import bundle, verify
     from transferry.runtime.engine import engine
     from transferry.runtime.jobs import job
 
-    assert all((onnx, onnxruntime, tiktoken, torch, bundle, verify, engine, job))
+    # Else each `import` would take a second to import all this anew.
+    lazy = (transformers.AutoTokenizer, transformers.BertTokenizer, transformers.MarianTokenizer)
+    assert all((onnx, onnxruntime, tiktoken, torch, bundle, verify, engine, job, importer, *lazy))
     imported = resource.getrusage(resource.RUSAGE_SELF)
     limit = max(SECONDS, round(3 * (imported.ru_utime + imported.ru_stime)))
     for line in sys.stdin:
