@@ -81,8 +81,12 @@ chromium:
 
 OPTIONAL_TESTS = PATH="$(CURDIR)/.venv-all/bin:$$PATH" OPTIONAL=required OMP_NUM_THREADS=1
 
+# Tests that draw one configuration of each type in `make test`.
+DRAWN := $(patsubst %,tests/build_model/importing/%.py,$(addprefix huggingface/test_,model_types classifiers readers) toolkits/test_sentence_transformers)
+
 test-all: .venv-all/.ready .venv-optimum/.ready .venv-oldest/.ready $(PACKAGES) $(HEADERS)/usr chromium
 	$(OPTIONAL_TESTS) .venv-all/bin/python -m pytest -n auto --dist loadfile --max-worker-restart 0 -m "(optional or thorough) and not optimum" $$(grep -rlE --include='*.py' 'mark\.(optional|thorough)' tests)
+	$(OPTIONAL_TESTS) EXAMPLES=2 .venv-all/bin/python -m pytest -n auto --dist loadfile $(DRAWN)
 	$(OPTIONAL_TESTS) .venv-all/bin/python -m pytest tests/export/test_conformance.py tests/export/test_recurrent.py -k 'cuda-fp16-recurrent or says_what'
 	$(OPTIONAL_TESTS) .venv-optimum/bin/python -m pytest -m optimum tests/export/subject/test_optimum.py
 

@@ -29,8 +29,8 @@ from transferry.runtime.tokenizer.byte_pair import (
 CHECKOUT = Path(__file__).resolve().parent.parent
 
 
-# `make test-all` sets it.
-THOROUGH = os.environ.get("OPTIONAL") == "required"
+REQUIRED = os.environ.get("OPTIONAL") == "required"  # by `make test-all`
+THOROUGH = REQUIRED or os.environ.get("FUZZ") == "long"
 
 # The short profile tries the same examples each time, so that a red suite is the change's fault; a
 # slow machine is no fault in either. `make fuzz` tries EXAMPLES of each test.
@@ -94,7 +94,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("a cheaper test looks at the same code; `make test-all` runs this one")
     for marker in item.iter_markers("optional"):
         if absent := [name for name in marker.args if not is_installed(name)]:
-            end = pytest.fail if THOROUGH else pytest.skip
+            end = pytest.fail if REQUIRED else pytest.skip
             end(f"{' and '.join(absent)} absent; `make test-all` installs it")
 
 
@@ -171,12 +171,13 @@ def make_run(
 
 
 def make_bundle(run: Path, folder: Path, *variants: str, one_graph: int = 0) -> Path:
-    from tests.traced import TRACES
+    """Exports a run, unverified."""
+    from tests.traced import unverified
     from transferry.build_model.checkpoint import load_checkpoint, load_samples
     from transferry.build_model.train.corpus import builtin_pairs
-    from transferry.export.bundle import Contents, export_bundle
+    from transferry.export.bundle import Contents
 
-    export_bundle(
+    unverified(
         load_checkpoint(run),
         folder,
         Contents(
@@ -185,7 +186,6 @@ def make_bundle(run: Path, folder: Path, *variants: str, one_graph: int = 0) -> 
             calibrate=[pair.source for pair in builtin_pairs(300, seed=1)] if variants else (),
             one_graph=one_graph,
         ),
-        traces=TRACES,
     )
     return folder
 

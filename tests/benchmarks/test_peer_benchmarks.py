@@ -13,11 +13,11 @@ import generators
 import shapes
 from environment import processor
 from tests.build_model.importing.huggingface.small_models import save
-from tests.traced import TRACES
+from tests.traced import unverified
 from transferry.build_model.checkpoint import load_checkpoint
 from transferry.build_model.importing.huggingface.importer import import_pretrained
 from transferry.build_model.train.corpus import builtin_pairs
-from transferry.export.bundle import Contents, export_bundle
+from transferry.export.bundle import Contents
 from transferry.runtime.tokenizer.byte_pair import load_tokenizer
 
 pytestmark = pytest.mark.usefixtures("traces")
@@ -30,12 +30,8 @@ def measured(
     """Runs a benchmark on a small random model."""
     save(kind, folder / "model")
     import_pretrained(folder / "model", folder / "run")
-    export_bundle(
-        load_checkpoint(folder / "run"),
-        folder / "bundle",
-        Contents(variants=["cpu-fp32"]),
-        traces=TRACES,
-    )
+    contents = Contents(variants=["cpu-fp32"])
+    unverified(load_checkpoint(folder / "run"), folder / "bundle", contents)
     text = folder / "text.txt"
     text.write_text("\n".join(TEXTS) + "\n", encoding="utf-8")
     paths = [str(folder / "model"), str(folder / "bundle"), str(text)]

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from tests.conftest import THOROUGH, Once, make_run
 from tests.sealed import records
-from tests.traced import TRACES, verify
+from tests.traced import TRACES, unverified, verify
 from tests.traced import exported as exported
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint, load_samples
 from transferry.build_model.model.config import ModelConfig
 from transferry.build_model.model.transformer import Transformer
 from transferry.export import bundle as exporting
-from transferry.export.bundle import Contents, export_bundle
+from transferry.export.bundle import Contents
 from transferry.export.checks.numbers import compare_cases
 from transferry.export.make import describe, make
 from transferry.export.oracle.cases import random_case, sizes, vocabulary
@@ -262,10 +262,6 @@ def calibration(calm: Checkpoint, texts: list[str]) -> Calibration:
     return widest(calm, texts)
 
 
-def unproven(*given: object) -> None:
-    """Stands for `prove_variant` where other tests verify the bundle, once and in full."""
-
-
 def export_screened(
     checkpoint: Checkpoint,
     out: Path,
@@ -279,7 +275,7 @@ def export_screened(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("transferry.export.rewrite.lm_head.SMALLEST_VOCABULARY", 1)
         patch.setattr(exporting, "calibrated", widest)
-        return export_bundle(checkpoint, out, contents, traces=TRACES, prove=unproven)
+        return unverified(checkpoint, out, contents)
 
 
 @pytest.fixture(scope="session")

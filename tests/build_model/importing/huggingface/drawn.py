@@ -30,7 +30,7 @@ REASON = "a test dependency, which is not installed: it is what the import is he
 transformers = pytest.importorskip("transformers", reason=REASON)
 tokenizers = pytest.importorskip("tokenizers", reason=REASON)
 
-SEEDS = range(int(os.environ.get("EXAMPLES", "2")))
+SEEDS = range(int(os.environ.get("EXAMPLES", "1")))
 VOCABULARY = 97
 LONGEST = 64
 KINDS = ("default", "linear")

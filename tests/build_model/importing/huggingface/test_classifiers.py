@@ -17,7 +17,7 @@ from tests.build_model.importing.huggingface.drawn import LONGEST, SEEDS, TYPES,
 from tests.build_model.importing.huggingface.encoder_types import ENCODERS, LIKE_OTHERS
 from tests.build_model.importing.huggingface.heads import TEXTS, Theirs, write
 from tests.commands import call, done
-from tests.traced import exported, verify
+from tests.traced import unverified, verify
 from transferry.build_model.checkpoint import load_checkpoint
 from transferry.build_model.importing.huggingface.encoder_only import FAMILIES
 from transferry.build_model.importing.huggingface.folder import Settings
@@ -147,7 +147,7 @@ def test_labels_through_bundle_and_engine_are_theirs(
     theirs = Theirs(kind, 0, folder, "ForSequenceClassification", **PROBLEMS[problem], **more)
     import_pretrained(folder, run)
     checkpoint = load_checkpoint(run)
-    exported(checkpoint, bundle, Contents(texts=TEXTS[:3], variants=["cpu-fp32"]))
+    unverified(checkpoint, bundle, Contents(texts=TEXTS[:3], variants=["cpu-fp32"]))
     limits: dict[str, Any] = {"truncation": "longest_first", "max_length": LONGEST}
     if kind == "roberta":
         limits["max_length"] -= 2  # positions of padding
@@ -183,7 +183,7 @@ def test_labels_through_bundle_and_engine_are_theirs(
         else:
             with pytest.raises(UsageError, match="no head for task rank; its tasks: embed, class"):
                 rank(engine, PAIRS)
-        if kind == "bart" or variant == "portable":  # which export has verified, as the others
+        if variant == "portable":
             continue
         report = verify(checkpoint, engine.bundle, engine.model, Request(TEXTS))
         assert report.passed, report_text(report)
@@ -211,7 +211,7 @@ def test_tags_are_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     theirs = Theirs("distilbert", 0, folder, "ForTokenClassification", **PROBLEMS["softmax"])
     import_pretrained(folder, run)
     checkpoint = load_checkpoint(run)
-    exported(checkpoint, bundle, Contents(texts=TEXTS[:3], variants=["cpu-fp32"]))
+    unverified(checkpoint, bundle, Contents(texts=TEXTS[:3], variants=["cpu-fp32"]))
     engine = Engine.load(bundle)
     assert checkpoint.head is not None
     *short, long = tag(engine, [*TEXTS, "mat " * 99], long_rows="truncate")
@@ -249,7 +249,7 @@ def test_jobs_with_heads(
     folder, run, bundle = tmp_path / "theirs", tmp_path / "run", tmp_path / "bundle"
     Theirs("bert", 0, folder, suffix, **PROBLEMS[problem])
     import_pretrained(folder, run)
-    exported(load_checkpoint(run), bundle, Contents(texts=TEXTS[:3]))
+    unverified(load_checkpoint(run), bundle, Contents(texts=TEXTS[:3]))
     rows, out = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
     pairs = [*PAIRS[:2], ("a", " "), ("a", 7), ("b", None)]
     records = [{"text": first, "other": second} for first, second in pairs]

@@ -351,7 +351,10 @@ def test_an_imported_run_has_no_training(kind: str, made: Makes) -> None:
     assert "was imported, so it has no training to continue" in result.stderr
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(each, marks=pytest.mark.thorough if each == "gpt2" else ()) for each in KINDS],
+)
 def test_from_their_folder_to_answers(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -364,9 +367,8 @@ def test_from_their_folder_to_answers(
     assert result.stdout == ""
     assert call("import", made.folder, "--out", run).exit_code == 2
     assert done("import", made.folder, "--out", run, "--force", "--quiet").stderr == ""
-    # Of others than Marian, tests/export/test_imported.py has the fused variant.
-    variant = ("--variant", "cpu-fp32" if kind == "marian" else "portable")
-    done("export", run, "--out", bundle, "--text", lines, *variant)
+    # tests/export/test_imported.py has the fused variant.
+    done("export", run, "--out", bundle, "--text", lines, "--variant", "portable")
     report = done("verify", bundle, "--checkpoint", run, "--text", lines).stdout
     searches = {"fill-mask"} if kind == "bert" else {"greedy", "beam 4"}
     assert all(name in report for name in searches)

@@ -1,6 +1,6 @@
 """Every model type gives transformers' numbers and tokens, whatever its config.json says.
 
-Configurations are drawn: two of each in `make test`, as many as wanted with EXAMPLES=….
+Configurations are drawn: one of each in `make test`, two in `make test-all`, more with EXAMPLES=….
 """
 
 from __future__ import annotations

@@ -16,10 +16,10 @@ from torch import Tensor
 from tests.build_model.importing.huggingface.drawn import TYPES, exact
 from tests.build_model.importing.survey.compared import TEXTS
 from tests.build_model.importing.survey.folders import Folder, classes_of
-from tests.traced import TRACES
+from tests.traced import unverified
 from transferry.build_model.checkpoint import load_checkpoint
 from transferry.build_model.importing.huggingface.importer import import_pretrained
-from transferry.export.bundle import Contents, export_bundle
+from transferry.export.bundle import Contents
 from transferry.runtime.engine.engine import Engine
 
 LONG = os.environ.get("FUZZ") == "long"
@@ -50,7 +50,7 @@ def test_bundles_answer_as_transformers(
     import_pretrained(folder.path, tmp_path / "run")
     with torch.inference_mode(mode=False):
         checkpoint = load_checkpoint(tmp_path / "run")
-        export_bundle(checkpoint, tmp_path / "bundle", Contents(texts=TEXTS), traces=TRACES)
+        unverified(checkpoint, tmp_path / "bundle", Contents(texts=TEXTS))
     with Engine.load(tmp_path / "bundle", variant="portable") as engine:
         if checkpoint.model.config.architecture != "encoder-only":
             answers = engine.generate(

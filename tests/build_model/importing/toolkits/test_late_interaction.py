@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from tests.build_model.importing.huggingface.drawn import exact
 from tests.build_model.importing.huggingface.heads import TEXTS, Theirs, write
 from tests.commands import call
-from tests.traced import exported, verify
+from tests.traced import unverified, verify
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint
 from transferry.build_model.importing.huggingface.importer import import_pretrained
 from transferry.export.bundle import Contents
@@ -176,7 +176,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     weight = pylate_folder(root / "theirs", theirs.model.config.hidden_size)
     import_pretrained(root / "theirs", root / "run")
     checkpoint = load_checkpoint(root / "run")
-    exported(checkpoint, root / "bundle", Contents(texts=TEXTS[:3], variants=["cpu-fp32"]))
+    unverified(checkpoint, root / "bundle", Contents(texts=TEXTS[:3], variants=["cpu-fp32"]))
     return Made(theirs, weight, checkpoint, root / "bundle")
 
 

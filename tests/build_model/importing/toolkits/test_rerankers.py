@@ -19,7 +19,7 @@ from tests.build_model.importing.huggingface.drawn import (
 )
 from tests.build_model.importing.huggingface.heads import write
 from tests.commands import call
-from tests.traced import exported
+from tests.traced import unverified
 from transferry.build_model.checkpoint import load_checkpoint
 from transferry.build_model.importing.huggingface.importer import import_pretrained
 from transferry.export.bundle import Contents
@@ -145,7 +145,7 @@ def test_logits_of_two_tokens_score_a_pair(tmp_path: Path) -> None:
         wanted.append(yes - no)
     require_scores(run, wanted)
     contents = Contents(texts=["the cat", "on"], variants=["portable"])
-    exported(load_checkpoint(run), bundle, contents)
+    unverified(load_checkpoint(run), bundle, contents)
     engine = Engine.load(bundle)
     rows = list(rank(engine, [*PAIRS, ("the cat", " ")]))
     for row, logit in zip(rows, wanted, strict=False):

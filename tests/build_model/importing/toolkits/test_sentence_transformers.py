@@ -17,7 +17,7 @@ from tests.build_model.importing.huggingface.drawn import SEEDS, TYPES
 from tests.build_model.importing.huggingface.heads import EXPORTED, T5_KINDS, TEXTS, Theirs, write
 from tests.build_model.importing.huggingface.test_classifiers import PAIRS, PROBLEMS
 from tests.commands import done
-from tests.traced import exported, verify
+from tests.traced import unverified, verify
 from transferry.build_model.checkpoint import load_checkpoint
 from transferry.build_model.importing.huggingface.encoder_only import FAMILIES
 from transferry.build_model.importing.huggingface.importer import import_pretrained
@@ -131,7 +131,7 @@ def test_vectors_are_those_of_sentence_transformers(kind: str, seed: int, tmp_pa
         return
     bundle = tmp_path / "bundle"
     checkpoint = load_checkpoint(run)
-    exported(checkpoint, bundle, Contents(texts=TEXTS[:3], variants=["cpu-fp32"]))
+    unverified(checkpoint, bundle, Contents(texts=TEXTS[:3], variants=["cpu-fp32"]))
     for variant in ("portable", "cpu-fp32"):
         engine = Engine.load(bundle, variant=variant)
         answers = list(embed(engine, TEXTS))
@@ -259,7 +259,7 @@ def test_cross_encoders_of_sentence_transformers(tmp_path: Path) -> None:
     reading = {"transformer_task": "sequence-classification", "max_seq_length": 20}
     write(folder / "sentence_bert_config.json", reading)
     import_pretrained(folder, run)
-    exported(load_checkpoint(run), bundle, Contents(texts=TEXTS[:3]))
+    unverified(load_checkpoint(run), bundle, Contents(texts=TEXTS[:3]))
     ranked = list(rank(Engine.load(bundle), PAIRS))
     assert [row.truncated for row in ranked] == [False, False, True, True]
     for row, pair in zip(ranked, PAIRS, strict=True):

@@ -15,7 +15,7 @@ import torch
 
 from tests.build_model.importing.huggingface.heads import TEXTS, Theirs, write
 from tests.commands import call
-from tests.traced import exported, verify
+from tests.traced import unverified, verify
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint
 from transferry.build_model.importing.huggingface.importer import import_pretrained
 from transferry.export.bundle import Contents
@@ -101,7 +101,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     sparse_folder(root / "theirs", {"pooling_strategy": "max", "activation_function": "relu"})
     import_pretrained(root / "theirs", root / "run")
     checkpoint = load_checkpoint(root / "run")
-    exported(checkpoint, root / "bundle", Contents(texts=TEXTS[:3], variants=["cpu-fp32"]))
+    unverified(checkpoint, root / "bundle", Contents(texts=TEXTS[:3], variants=["cpu-fp32"]))
     return Made(theirs, checkpoint, root / "bundle")
 
 

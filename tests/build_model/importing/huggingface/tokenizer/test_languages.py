@@ -15,7 +15,7 @@ from tests.build_model.importing.huggingface.drawn import Drawn, exact, transfor
 from tests.build_model.importing.huggingface.small_models import sentencepiece_model, spm
 from tests.build_model.importing.huggingface.tokenizer.test_tokenizers import pieces
 from tests.commands import call, done
-from tests.traced import exported
+from tests.traced import unverified
 from transferry.build_model.checkpoint import load_checkpoint
 from transferry.build_model.importing.huggingface.importer import import_pretrained
 from transferry.runtime.engine.engine import Engine
@@ -145,7 +145,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("transferry.export.oracle.effort.RECORDED_LENGTH", 4)
         drawn, theirs = imported(request.param, folder)
-        exported(load_checkpoint(folder / "run"), folder / "bundle")
+        unverified(load_checkpoint(folder / "run"), folder / "bundle")
     return drawn, theirs, folder / "bundle", KINDS[request.param][2]
 
 

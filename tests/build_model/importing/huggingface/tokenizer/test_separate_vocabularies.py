@@ -16,10 +16,10 @@ from tests.build_model.importing.huggingface.small_models import (
     spm,
 )
 from tests.commands import done
-from tests.traced import TRACES
+from tests.traced import unverified
 from transferry.build_model.checkpoint import load_checkpoint
 from transferry.build_model.importing.huggingface.importer import import_pretrained
-from transferry.export.bundle import Contents, export_bundle
+from transferry.export.bundle import Contents
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.errors import InputError
 from transferry.runtime.tokenizer.byte_pair import load_tokenizer
@@ -88,9 +88,7 @@ def test_answers_and_scores_are_theirs(tmp_path: Path, monkeypatch: pytest.Monke
     import_pretrained(folder, run)
     ours = load_tokenizer(run)
     texts, variants = TEXTS[:3], ["cpu-fp32"]
-    export_bundle(
-        load_checkpoint(run), bundle, Contents(texts=texts, variants=variants), traces=TRACES
-    )
+    unverified(load_checkpoint(run), bundle, Contents(texts=texts, variants=variants))
     wanted = []
     for text in TEXTS[:3]:
         with exact():
