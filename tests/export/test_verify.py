@@ -42,6 +42,7 @@ from transferry.runtime.proof.report import Decisions
 from transferry.runtime.tokenizer.byte_pair import PROMPTS, SpecialTokens
 
 Array = NDArray[Any]
+BRIEF = Effort(8, vocabulary=False, batch_rows=4, most_cases=1)
 
 
 @pytest.fixture(scope="module")
@@ -219,14 +220,13 @@ class TestVerifyAgainst:
         settings = {"provider": "cpu", "against": "the checkpoint", "torch": torch.__version__}
         assert settings.items() <= record["settings"].items()
 
-    def test_on_demand_it_asks_other_runtimes_and_plants_faults(
+    def test_on_demand_it_asks_other_runtimes(
         self, checkpoint: Checkpoint, bundle: Bundle, texts: list[str]
     ) -> None:
-        report = verified(checkpoint, bundle, texts[:4], cross_check=True, plant_faults=True)
+        report = verified(checkpoint, bundle, texts[:1], cross_check=True, effort=BRIEF)
         report.require()
         runtimes = {item.runtime.partition(" ")[0] for item in report.cross_check}
         assert runtimes >= {"onnxruntime", "onnx.reference"}
-        assert len(report.self_test) > 14
 
     def test_without_texts_numbers_are_compared(
         self, checkpoint: Checkpoint, bundle: Bundle
@@ -237,11 +237,9 @@ class TestVerifyAgainst:
         assert not report.decisions
 
     def test_files_can_be_left_to_the_answers(self, checkpoint: Checkpoint, bundle: Bundle) -> None:
-        brief = Effort(8, vocabulary=False, batch_rows=4, most_cases=1)
         for files in (True, False):
-            report = verified(
-                checkpoint, bundle, [], effort=dataclasses.replace(brief, files=files)
-            )
+            effort = dataclasses.replace(BRIEF, files=files)
+            report = verified(checkpoint, bundle, [], effort=effort)
             names = {claim.name for claim in report.claims if not claim.skipped}
             assert report.passed
             assert "recorded answers" in names
@@ -253,7 +251,8 @@ class TestVerifyAgainst:
         model = copy.deepcopy(checkpoint.model)
         with torch.no_grad():
             model.embedding.weight.neg_()
-        report = verified(dataclasses.replace(checkpoint, model=model), bundle, texts[:1])
+        other = dataclasses.replace(checkpoint, model=model)
+        report = verified(other, bundle, texts[:1], effort=BRIEF)
         assert {str(item.defects[0])[:3] for item in report.decisions} == {"row"}
         assert not report.passed
 
@@ -279,7 +278,8 @@ class TestVerifyAgainst:
         """The longest that fits has one token less than positions: the end token needs one."""
         most = checkpoint.model.config.max_positions
         word = next(word for word in "abcdef" if len(checkpoint.tokenizer.encode(word * 9)) == 9)
-        assert verified(checkpoint, bundle, [word * (most - 1)]).decisions[0].rows == 1
+        report = verified(checkpoint, bundle, [word * (most - 1)], effort=BRIEF)
+        assert report.decisions[0].rows == 1
         for lines, message in (
             ([texts[0], word * most], f"line 2 has {most + 1} tokens.*{most}"),
             ([*texts[:2], ""], "line 3 is empty"),

@@ -236,7 +236,14 @@ def test_a_command_stops_at_any_moment(
     require_clean_stop(place, name, moment, number)
 
 
-@pytest.mark.parametrize("name", sorted(TORCH))
+# Two of these write nothing but a report.
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.thorough if name in ("audit", "verify") else ())
+        for name in sorted(TORCH)
+    ],
+)
 @examples(20)
 @given(moment=MOMENTS, number=NUMBERS)
 def test_a_command_with_torch_stops_at_any_moment(

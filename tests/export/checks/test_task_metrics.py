@@ -20,6 +20,7 @@ from transferry.export.checks.task_metrics import (
     translation,
     vector_metrics,
 )
+from transferry.export.oracle.effort import ALL, Effort
 from transferry.export.oracle.teacher_forcing import TeacherForcing, kept_share
 from transferry.export.recipes import RECIPES
 from transferry.runtime.bundle.bundle import Bundle
@@ -43,6 +44,7 @@ from transferry.runtime.proof.report import (
 )
 
 WEIGHTS = "portable/weights.bin"
+BRIEF = Effort(8, vocabulary=False, batch_rows=4, most_cases=4)
 
 
 def rounded(folder: Path, copy: Path, precision: str, bits: int) -> Bundle:
@@ -62,7 +64,11 @@ def rounded(folder: Path, copy: Path, precision: str, bits: int) -> Bundle:
 
 
 def verify(
-    checkpoint: Checkpoint, bundle: Bundle, texts: list[str], targets: list[str] | None = None
+    checkpoint: Checkpoint,
+    bundle: Bundle,
+    texts: list[str],
+    targets: list[str] | None = None,
+    effort: Effort = ALL,
 ) -> ParityReport:
     targets = [text.upper() for text in texts] if targets is None else targets
     with pytest.MonkeyPatch.context() as patch:
@@ -73,7 +79,7 @@ def verify(
         patch.setitem(RECIPES, PORTABLE, recipe)
         # The file still holds float32.
         patch.setattr("transferry.export.verify.weights_claim", lambda *_: Claim("weights"))
-        return verified(checkpoint, bundle, texts, targets=targets)
+        return verified(checkpoint, bundle, texts, targets=targets, effort=effort)
 
 
 def test_half_precision_passes_as_what_it_is(
@@ -92,7 +98,8 @@ def test_half_precision_passes_as_what_it_is(
 def test_half_precision_does_not_pass_for_float32(
     checkpoint: Checkpoint, bundle_folder: Path, texts: list[str], tmp_path: Path
 ) -> None:
-    report = verify(checkpoint, rounded(bundle_folder, tmp_path / "b", "float32", 10), texts[:2])
+    bundle = rounded(bundle_folder, tmp_path / "b", "float32", 10)
+    report = verify(checkpoint, bundle, texts[:2], effort=BRIEF)
     faulty = {stage.name for stage in report.stages() if stage.faults}
     assert faulty == {"encoder", "first step", "later step", "text"}
 
@@ -101,7 +108,8 @@ def test_four_bits_do_not_pass_for_half_precision(
     checkpoint: Checkpoint, bundle_folder: Path, texts: list[str], tmp_path: Path
 ) -> None:
     """And users of the model would see it: the tasks fail by themselves."""
-    report = verify(checkpoint, rounded(bundle_folder, tmp_path / "b", "float16", 2), texts[:8])
+    bundle = rounded(bundle_folder, tmp_path / "b", "float16", 2)
+    report = verify(checkpoint, bundle, texts[:8], effort=BRIEF)
     assert not report.passed
     assert any(not metric.passed for metric in report.task_metrics)
 

@@ -25,8 +25,8 @@ from transferry.runtime.tokenizer.byte_pair import PASSAGES
         pytest.param(dict(positions="none", relative_buckets=8), 2, id="distances"),
         pytest.param(dict(windows=(3, 0), query_key_norm="head"), 2, id="windows"),
         pytest.param(dict(positions="rotary"), 0, id="rotary"),
-        pytest.param(dict(key_value_heads=1), 0, id="grouped"),
-        pytest.param(dict(attention_softcap=5.0), 0, id="capped"),
+        pytest.param(dict(key_value_heads=1), 0, id="grouped", marks=pytest.mark.thorough),
+        pytest.param(dict(attention_softcap=5.0), 0, id="capped", marks=pytest.mark.thorough),
     ],
 )
 def test_an_encoder_of_fused_attentions_answers_as_torch(

@@ -108,8 +108,8 @@ def plain_candidates(
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("vocabulary", [1, 5, 17, 1003, 2003])
-@pytest.mark.parametrize(("width", "count"), [(1, 1), (1, 6), (2, 4), (4, 8), (8, 16), (3, 60)])
+@pytest.mark.parametrize("vocabulary", [1, 17, 1003])
+@pytest.mark.parametrize(("width", "count"), [(1, 1), (1, 6), (4, 8), (3, 60)])
 @pytest.mark.parametrize("kind", ["random", "ties", "far apart"])
 def test_the_best_candidates_are_those_of_a_plain_sort(
     kind: str, width: int, count: int, vocabulary: int, dtype: type

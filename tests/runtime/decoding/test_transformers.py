@@ -117,7 +117,7 @@ def models() -> dict[str, Any]:
 
 
 def sources() -> list[list[int]]:
-    lengths = [3, 1, 7, 5, 2, 6, 4, 8]
+    lengths = [3, 1, 7, 5, 2]
     rng = np.random.default_rng(7)
     rows = [rng.integers(3, VOCABULARY, length).tolist() for length in lengths]
     # A prompt that repeats itself, so that what counts the prompt shows.
@@ -179,7 +179,7 @@ def require_theirs(
     settings = GenerationOptions(**{"max_length": LENGTH, **options})
     found = search(TheirDecoder(model), rows, settings, special)
     assert [list(row[0].scored_tokens) for row in found] == wanted
-    some = [0, *range(8, len(rows))]  # with a prompt that repeats itself
+    some = [0, len(rows) - 2, len(rows) - 1]  # with a prompt that repeats itself
     plain = plainly(model, [rows[row] for row in some], settings, special)
     assert [list(row[0].scored_tokens) for row in plain] == [wanted[row] for row in some]
     require_alike(plain, [found[row] for row in some])
@@ -238,7 +238,7 @@ BEAMS: dict[str, dict[str, Any]] = {"greedy": {}, "beam": {"beam": 3, "early_sto
 def test_any_of_several_end_tokens_ends(kind: str, search: str, models: dict[str, Any]) -> None:
     model, options = models[kind], BEAMS[search]
     longer = require_theirs(model, options)
-    special = replace(SPECIAL, more_ends=(longer[2][3], longer[8][2]))
+    special = replace(SPECIAL, more_ends=(longer[2][3], longer[-2][2]))
     wanted = require_theirs(model, options, special)
     assert len({row[-1] for row in wanted} & set(special.ends)) > 1
     later = require_theirs(model, options | {"min_length": 4}, special)
@@ -272,17 +272,40 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("search", BEAMS)
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_rules_give_their_tokens(kind: str, rule: str, search: str, models: dict[str, Any]) -> None:
-    model, options = models[kind], BEAMS[search]
-    if (rule, search) == ("one of two last tokens", "beam"):
-        pytest.skip("equally likely candidates: torch.topk takes any of them")
-    found = require_theirs(model, options | RULES[rule])
+@pytest.fixture(scope="module")
+def unruled(models: dict[str, Any]) -> dict[tuple[str, str], list[list[int]]]:
+    """Their answers without a rule."""
+    return {
+        (kind, search): [
+            theirs(models[kind], row, SPECIAL.ends, **in_their_words(options)) for row in sources()
+        ]
+        for kind in KINDS
+        for search, options in BEAMS.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "rule", "search"),
+    [
+        # A rule is the same code for both kinds: by default it meets each kind and each search.
+        pytest.param(*case, marks=pytest.mark.thorough if (number + sum(place)) % 2 else ())
+        for number, rule in enumerate(RULES)
+        for place in ((0, 0), (0, 1), (1, 0), (1, 1))
+        for case in [(KINDS[place[0]], rule, [*BEAMS][place[1]])]
+        # Of equally likely candidates torch.topk takes any.
+        if case[1:] != ("one of two last tokens", "beam")
+    ],
+)
+def test_rules_give_their_tokens(
+    kind: str,
+    rule: str,
+    search: str,
+    models: dict[str, Any],
+    unruled: dict[tuple[str, str], list[list[int]]],
+) -> None:
+    found = require_theirs(models[kind], BEAMS[search] | RULES[rule])
     if search == "beam" or rule != "renormalised":
-        plain = [theirs(model, row, SPECIAL.ends, **in_their_words(options)) for row in sources()]
-        assert found != plain, "the rule has no effect here"
+        assert found != unruled[kind, search], "the rule has no effect here"
 
 
 @pytest.mark.parametrize("search", BEAMS)
@@ -305,7 +328,7 @@ def test_total_lengths_are_theirs(search: str, models: dict[str, Any]) -> None:
     assert 9 < min(lengths) < 13
 
 
-@pytest.mark.parametrize("penalty", [-1.0, 1.0, 3.0])
+@pytest.mark.parametrize("penalty", [-1.0, 3.0])
 @pytest.mark.parametrize("early", [True, False, "never"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_of_early_stopping_is_theirs(

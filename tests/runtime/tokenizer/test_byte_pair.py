@@ -79,7 +79,7 @@ def test_every_character_survives(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(tokenizer.encode(everything)) == everything
 
 
-@pytest.mark.parametrize("run", [" ", "\u3000", "a", "é", "1", "^"])
+@pytest.mark.parametrize("run", [" ", "\u3000", "a"])
 def test_a_long_run_does_not_abort(tokenizer: Tokenizer, run: str) -> None:
     text = run * 1_200_000
     assert tokenizer.decode(tokenizer.encode(text)) == text
