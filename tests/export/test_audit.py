@@ -45,10 +45,14 @@ def reader(reader_bundle_folder: Path, tmp_path_factory: pytest.TempPathFactory)
 
 
 def audited(
-    folder: Path, run: Path, padding: tuple[str, ...] = ("right",), plant: bool = False
+    folder: Path,
+    run: Path,
+    padding: tuple[str, ...] = ("right",),
+    plant: bool = False,
+    rows: int = 9,
 ) -> ParityReport:
     checkpoint: Checkpoint = load_checkpoint(run)
-    texts = load_samples(run)[:9]
+    texts = load_samples(run)[:rows]
     sides: Any = padding
     subject = ForeignFolder(read_layout(folder), SessionOptions(), checkpoint, sides)
     return audit(folder, subject, texts, planting=Planting(plant))
@@ -124,7 +128,7 @@ def spoiled(graphs: Path, kind: str, folder: Path) -> Path:
 def test_a_fault_is_found(
     kind: str, found: str, writer: Path, writer_run_folder: Path, tmp_path: Path
 ) -> None:
-    report = audited(spoiled(writer, kind, tmp_path / "graphs"), writer_run_folder)
+    report = audited(spoiled(writer, kind, tmp_path / "graphs"), writer_run_folder, rows=3)
     assert any(re.search(found, fault) for fault in report.faults), report.faults[:5]
 
 

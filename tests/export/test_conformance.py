@@ -12,7 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 from tests.conftest import THOROUGH
-from tests.export.conftest import exported, opened, unproven
+from tests.export.conftest import opened
+from tests.traced import unverified
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.build_model.train.corpus import builtin_pairs
 from transferry.export.blame.backends import ReferenceBackend
@@ -68,7 +69,7 @@ def writer_variants(calm_writer: Checkpoint, tmp_path_factory: pytest.TempPathFa
     lines = [pair.source for pair in builtin_pairs(300, seed=1)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("transferry.export.rewrite.lm_head.SMALLEST_VOCABULARY", 1)
-        return exported(calm_writer, folder, Contents(lines[:8], names, lines), prove=unproven)
+        return unverified(calm_writer, folder, Contents(lines[:8], names, lines))
 
 
 @pytest.fixture(scope="module", params=["encoder-decoder", "decoder-only", "recurrent"])
@@ -418,7 +419,7 @@ TRUTH: dict[tuple[str, str], list[list[Hypothesis]]] = {}
 
 def answers(decoder: ObservableDecoder[Any], name: str, slots: int) -> list[list[Hypothesis]]:
     """Answers requests of many lengths, in an order of their own for each number of slots."""
-    rng, count = np.random.default_rng(1), 40
+    rng, count = np.random.default_rng(1), 20
     sources = random_rows(rng.integers(1, 20, count).tolist(), seed=13)
     lengths = rng.integers(4, 21, count).tolist()
     order = np.random.default_rng(slots).permutation(count).tolist()
@@ -432,7 +433,7 @@ def answers(decoder: ObservableDecoder[Any], name: str, slots: int) -> list[list
 @pytest.mark.parametrize("subject", EXACT, indirect=True)
 def test_a_search_finds_the_same_to_the_bit_in_any_batch(subject: Subject, name: str) -> None:
     # As text: a score that was not computed is NaN, which equals nothing.
-    found = {repr(answers(subject.decoder, name, slots)) for slots in (40, 1, 7)}
+    found = {repr(answers(subject.decoder, name, slots)) for slots in (20, 1, 7)}
     assert len(found) == 1
 
 
@@ -451,7 +452,7 @@ def test_a_search_finds_what_it_finds_in_float64(
         scores = [[item.score for item in row] for row in (one, other)]
         np.testing.assert_allclose(scores[0], scores[1], rtol=1e-4, atol=1e-5)
     assert {row[0].finish_reason for row in truth} == {"end", "length"}
-    assert len({row[0].tokens for row in truth}) > 20, "the answers must tell rows apart"
+    assert len({row[0].tokens for row in truth}) > 12, "the answers must tell rows apart"
 
 
 @pytest.mark.parametrize("beam", [1, 3])

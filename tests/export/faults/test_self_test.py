@@ -51,15 +51,14 @@ SHOWN = (  # kinds of random faults
 )
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES.values(), ids=list(ARCHITECTURES))
+# A decoder alone breaks in the same places.
+@pytest.fixture(
+    scope="module",
+    params=["", pytest.param("writer_", marks=pytest.mark.thorough), "reader_"],
+    ids=list(ARCHITECTURES),
+)
 def side(request: pytest.FixtureRequest) -> Side:
     return side_of(request, f"{request.param}run_folder", f"{request.param}bundle_folder", [])
-
-
-# A decoder alone breaks in the same places.
-without_writer = pytest.mark.parametrize(
-    "side", ["", "reader_"], ids=["both", "reader"], indirect=True
-)
 
 
 def blunt(factor: float = 8.0) -> Tolerance:
@@ -104,7 +103,6 @@ def test_every_fault_that_changes_an_answer_is_caught(side: Side) -> None:
     assert found["a dimension frozen while tracing"].caught_by == "running"
 
 
-@without_writer
 def test_gate_with_a_blunt_tolerance_is_found_out(
     side: Side, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,7 +128,6 @@ def test_gate_with_a_blunt_tolerance_is_found_out(
     assert not found[kinds[0]].passed, "a blunt default hides nothing"
 
 
-@without_writer
 def test_gate_without_cases_still_has_the_searches(
     side: Side, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,7 +142,7 @@ def test_gate_without_cases_still_has_the_searches(
     assert (missed.changes_answer, missed.caught_by) == (True, "text" if alone else "")
 
 
-@without_writer
+@pytest.mark.parametrize("side", [""], ids=["both"], indirect=True)
 def test_guard_that_lets_the_cpu_pass_for_cuda_is_found_out(
     side: Side, monkeypatch: pytest.MonkeyPatch
 ) -> None:
