@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,11 +28,15 @@ MOVES = 8  # of hidden states, to learn how far rounding moves a head
 
 @dataclass(frozen=True)
 class TorchState:
-    """Everything a step reads besides the tokens; shapes as in `Transformer.decode`."""
+    """Everything a step reads besides the tokens; shapes as in `Transformer.decode`.
+
+    `rows` has the row of the source that each row came from, where there is an encoder.
+    """
 
     mask: Tensor
     cross: list[KeyValues]
     past: list[Any]
+    rows: Ids
 
 
 class TorchDecoder:
@@ -99,11 +103,14 @@ class TorchDecoder:
         tokens, mask_tensor = _on_device(self.model, source, mask)
         past = self.model.empty_past(len(source))
         if self.has_encoder:
-            cross = self.model.cross(self.model.encode(tokens, mask_tensor))
-            return TorchState(mask_tensor, cross, past)
+            # Split heads are views: each step's product would copy them.
+            cross = _each(
+                self.model.cross(self.model.encode(tokens, mask_tensor)), Tensor.contiguous
+            )
+            return TorchState(mask_tensor, cross, past, np.arange(len(source)))
         if source.shape[1]:
             _, past = self.model.decode(tokens, mask_tensor[:, :0], [], past)
-        return TorchState(mask_tensor, [], past)
+        return TorchState(mask_tensor, [], past, np.arange(len(source)))
 
     @torch.inference_mode()
     def step(
@@ -116,17 +123,17 @@ class TorchDecoder:
         mask = state.mask
         if not self.has_encoder:
             (mask,) = _on_device(self.model, longer(mask.cpu().numpy(), tokens))
-        return StepOutput(logits.cpu().numpy()), TorchState(mask, state.cross, past)
+        return StepOutput(logits.cpu().numpy()), replace(state, mask=mask, past=past)
 
     @torch.inference_mode()
     def select(self, state: TorchState, rows: Ids) -> TorchState:
         """Selects rows of the state; see `Decoder.select`."""
         (index,) = _on_device(self.model, rows)
-
-        def take(caches: list[Any]) -> list[Any]:
-            return [type(cache)(*(tensor[index] for tensor in cache)) for cache in caches]
-
-        return TorchState(state.mask[index], take(state.cross), take(state.past))
+        past, moved = _each(state.past, lambda tensor: tensor[index]), state.rows[rows]
+        if self.has_encoder and np.array_equal(moved, state.rows):
+            return replace(state, past=past)  # beams of a sentence change places
+        cross = _each(state.cross, lambda tensor: tensor[index])
+        return TorchState(state.mask[index], cross, past, moved)
 
     def tensors(self, state: TorchState) -> dict[str, Floats]:
         """Copies cross and past of a state to numpy, named as in the exported graphs."""
@@ -189,6 +196,11 @@ def moved_heads(exact: TorchEncoder, mask: Mask, *sides: Tensors) -> tuple[list[
         drawn = exact.head(size * signs, mask)
         unit = max(unit, float(np.abs(drawn[mask] if drawn.ndim > 2 else drawn).max(initial=0.0)))
     return moved, unit
+
+
+def _each(caches: Sequence[Any], made: Callable[[Tensor], Tensor]) -> list[Any]:
+    """Returns caches of other tensors."""
+    return [type(cache)(*map(made, cache)) for cache in caches]
 
 
 def _own_arithmetic(model: Transformer) -> AbstractContextManager[Any]:

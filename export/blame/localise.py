@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from transferry.build_model.model.transformer import Transformer
 from transferry.export.blame.served_graph import MOST_SHOWN, ServedGraph, align
 from transferry.export.blame.traced_program import TracedProgram, trace, value_error
-from transferry.export.torch_model import TorchDecoder, TorchEncoder, TorchState, moved_heads
+from transferry.export.torch_model import TorchDecoder, TorchEncoder, moved_heads
 from transferry.export.trace.graph import Graph, flatten
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.specs import GraphSpec, Variant
@@ -120,9 +120,8 @@ def _calls(
     target = case.target[case.kept, case.past :]
     sides = []
     for side in (oracle, reference):
-        rounded = TorchState(
-            state.mask, _rounded(state.cross, spec, side), _rounded(state.past, spec, side)
-        )
+        cross, past = (_rounded(each, spec, side) for each in (state.cross, state.past))
+        rounded = replace(state, cross=cross, past=past)
         output, after = side.step(target, rounded)
         sides.append(dict(zip(outputs, (output.all_logits, *_flat(after.past)), strict=True)))
     feeds = _feeds(spec, target, state.mask.numpy(), *_flat(rounded.cross), *_flat(rounded.past))

@@ -192,7 +192,9 @@ def served_searches(
         every = text.every(name)
         called = name if every == 1 else f"{name} of every {every}th row"
         search = served(called, text.options(name), every)
-        trained = oracle.rounds and name in RECORDED
+        # Of beams, only the metrics of targets read the answers of the model as trained.
+        read = RECORDED if text.fed is not None and text.config.encoder_layers else RECORDED[:1]
+        trained = oracle.rounds and name in read
         checks.append(search.check(oracle, best=name, trained=trained, decode=text.decode))
     if variant.screen and text.sources:
         unscored = replace(text.options("greedy"), scores=False)

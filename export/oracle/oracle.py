@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -34,10 +34,11 @@ from transferry.runtime.proof.compare import (
     observe,
     truth,
 )
-from transferry.runtime.proof.divergence import Explainer, RankErrors, forced
+from transferry.runtime.proof.divergence import Explainer, Forced, RankErrors, forced
 from transferry.runtime.proof.recorded import RecordedSearch, Reference
 from transferry.runtime.proof.rules import Rules
 from transferry.runtime.proof.tally import ExactScore, ExpectedAnswers
+from transferry.runtime.proof.units import logit_units
 from transferry.runtime.tokenizer.byte_pair import SpecialTokens
 
 ROWS = 64  # hypotheses searched together, or more of a small model
@@ -271,19 +272,12 @@ class Oracle:
         ]
         # A search that failed has no tokens.
         new = [key for key in dict.fromkeys(chain(*keys)) if key[1] and key not in self._scored]
-        lengths = [len(tokens) for _, tokens, _ in new]
-        for batch in self.batches(lengths, self.rows, SCORED_TOKENS):
-            chosen = [new[index] for index in batch]
-            given = [source for source, _, _ in chosen], [answer for _, answer, _ in chosen]
-            exact, *sides = (
-                forced(side, *given, self.special, rules)
-                for side in (self.exact, self.reference, *self.others)
-            )
-            for key, one, *moved in zip(chosen, exact, *sides, strict=True):
-                errors = RankErrors.of(one, moved, self.tolerance.floor)
-                own = errors.allowed(self.tolerance) / self.tolerance.factor
-                rounding = errors.rounding if self.others else np.inf
-                self._scored[key] = ExactScore(float(one.ranks.sum()), own, rounding)
+        sides = self.exact, self.reference, *self.others
+        for key, (one, *moved) in self._forced(new, sides, rules):
+            errors = RankErrors.of(one, moved, self.tolerance.floor)
+            own = errors.allowed(self.tolerance) / self.tolerance.factor
+            rounding = errors.rounding if self.others else np.inf
+            self._scored[key] = ExactScore(float(one.ranks.sum()), own, rounding)
 
         def score(key: Any) -> ExactScore:
             whole = self._scored.get(key, ExactScore(np.nan, self.tolerance.floor))
@@ -294,6 +288,16 @@ class Oracle:
 
         return [[score(key) for key in row] for row in keys]
 
+    def _forced(
+        self, keys: Sequence[Any], sides: Sequence[TorchDecoder], rules: Any = None
+    ) -> Iterator[tuple[Any, tuple[Forced, ...]]]:
+        """Yields each of some sources and answers, and what sides give it."""
+        for batch in self.batches([len(key[1]) for key in keys], self.rows, SCORED_TOKENS):
+            chosen = [keys[index] for index in batch]
+            given = [key[0] for key in chosen], [key[1] for key in chosen], self.special, rules
+            found = (forced(side, *given) for side in sides)
+            yield from zip(chosen, zip(*found, strict=True), strict=True)
+
     def scored(
         self,
         expected: ExpectedAnswers,
@@ -302,37 +306,36 @@ class Oracle:
     ) -> ExpectedAnswers:
         """Returns expected answers with the oracle's scores, or torch's near those that are found.
 
-        A score near torch's in float32 is within its limit, which is 8 times the least error of all
-        its tokens at least; their units are larger than the token's own part of the score. Those of
-        the first source are measured in any case, for torch's own error.
+        A score near torch's in float32 is within its limit, which is at least 8 times the least
+        error of all its tokens, and torch's own error. Those of the first source are measured in
+        any case, for torch's own error.
 
         Args:
             expected: Answers of torch.
             found: The hypotheses of each source, once for each time that it was answered.
             options: How they were searched.
         """
+        rows = [
+            [_Doubted.of(tuple(source), item, times, place) for place, item in enumerate(items)]
+            for source, items, times in zip(
+                expected.sources, expected.hypotheses, found, strict=True
+            )
+        ]
         # Rules change scores, and not the units.
-        sharp = self.doubts and not options.reranks
-        least = NEAR * self.tolerance.floor if sharp else -1.0
-        near = [
-            [
-                _near(item, chain(*(time[place : place + 1] for time in times)), least)
-                for place, item in enumerate(hypotheses)
-            ]
-            for hypotheses, times in zip(expected.hypotheses, found, strict=True)
-        ]
-        near[0] = [False] * len(near[0])
-        doubted = [
-            [item for item, known in zip(*row, strict=True) if not known]
-            for row in zip(expected.hypotheses, near, strict=True)
-        ]
+        judged = [] if options.reranks else [*chain(*rows[1:])]
+        least, units = NEAR * self.tolerance.floor, dict[Any, float]()
+        # A token's unit is larger than its own part of the score.
+        near = {each for each in judged if each.apart <= least * abs(each.item.score)}
+        keys = dict.fromkeys(each.key for each in judged if each not in near and each.key[1])
+        for key, (one,) in self._forced([*keys], [self.reference]):
+            size = np.maximum(logit_units(one.logits), -one.log_probabilities).sum()
+            units[key] = length_normalised(size, len(key[1]), options.length_penalty)
+        near |= {each for each in judged if each.apart <= least * units.get(each.key, np.nan)}
+        doubted = [[each.item for each in row if each not in near] for row in rows]
         exact = map(iter, self.scores(expected.sources, doubted, options))
         scores = [
-            [
-                ExactScore(item.score, np.inf) if known else next(rest)
-                for item, known in zip(hypotheses, row, strict=True)
-            ]
-            for hypotheses, row, rest in zip(expected.hypotheses, near, exact, strict=True)
+            [ExactScore(each.item.score, np.inf) if each in near else next(rest) for each in row]
+            for row, rest in zip(rows, exact, strict=True)
         ]
         return replace(expected, scores=scores)
 
@@ -357,6 +360,30 @@ class Oracle:
         return Reference([(case, self.truth(case)) for case in cases], sources, searches)
 
 
-def _near(item: Hypothesis, found: Iterable[Hypothesis], least: float) -> bool:
-    """Whether all scores are near a hypothesis', in parts of the score; NaN is near nothing."""
-    return all(abs(each.score - item.score) <= least * abs(item.score) for each in found)
+@dataclass(frozen=True, eq=False)
+class _Doubted:
+    """A hypothesis of torch, and how far the scores of others are from its own.
+
+    Attributes:
+        key: Its source and tokens.
+        item: The hypothesis.
+        apart: The largest distance of those in its place, in nats; NaN where one has none.
+    """
+
+    key: tuple[tuple[int, ...], tuple[int, ...]]
+    item: Hypothesis
+    apart: float
+
+    @classmethod
+    def of(
+        cls,
+        source: tuple[int, ...],
+        item: Hypothesis,
+        times: Sequence[Sequence[Hypothesis]],
+        place: int,
+    ) -> _Doubted:
+        """Compares a hypothesis with those found in its place each time."""
+        scores = np.array([each.score for time in times for each in time[place : place + 1]])
+        with np.errstate(invalid="ignore"):  # of searches that failed
+            apart = float(np.abs(scores - item.score).max(initial=0.0))
+        return cls((source, item.scored_tokens), item, apart)
