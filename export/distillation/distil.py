@@ -266,8 +266,8 @@ def _answer(
     with Engine.load(options["teacher"], session, variant=options["variant"]) as engine:
         text = corpus if isinstance(corpus, Path) else rows
         job = Job(engine, text, out / run_folder.ANSWERS, chosen)
-        total = job.count()
-        job.run(lambda summary: show("the teacher's answers", summary.rows, total), say=say)
+        answers = "the teacher's answers"
+        job.run(lambda summary: show(answers, summary.rows, summary.total), say=say)
 
 
 def _choose(

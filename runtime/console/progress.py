@@ -21,7 +21,6 @@ import click
 from transferry.runtime.console.group import COMMAND_LINE
 from transferry.runtime.console.logs import as_logged, log_every, logs_json
 from transferry.runtime.errors import BadRowsError
-from transferry.runtime.io.outputs import STANDARD_STREAM
 from transferry.runtime.jobs.formats.remote_file import RemoteFile
 from transferry.runtime.stopping import at_stop
 from transferry.runtime.tables import counted, printable
@@ -153,19 +152,16 @@ class Progress:
 
         # ^C of a terminal must not begin a new line, or the bar would stay twice.
         columns = (os.get_terminal_size(sys.stderr.fileno()).columns or 80) - len("^C") - 1
+        counts = "{n:,} of {total:,}" if total is not None else "{n:,}"
+        bar = "{desc} {percentage:3.0f} % {bar} " if total is not None else "{desc} "
+        shape = f"{bar}{counts}{{postfix}}"
         if self._bar is None:
             tqdm.monitor_interval = 0  # no thread of its own
-            counts = "{n:,} of {total:,}" if total is not None else "{n:,}"
-            bar = "{desc} {percentage:3.0f} % {bar} " if total is not None else "{desc} "
             self._bar = tqdm(
-                total=total,
-                desc=self.phase,
-                file=sys.stderr,
-                ncols=columns,
-                mininterval=0,
-                bar_format=f"{bar}{counts}{{postfix}}",
+                desc=self.phase, file=sys.stderr, ncols=columns, mininterval=0, bar_format=shape
             )
-        self._bar.ncols = columns
+        # The total may be an estimate, which changes.
+        self._bar.ncols, self._bar.total, self._bar.bar_format = columns, total, shape
         counted = len(f"{self.phase} 100 %  {done:,}") + (len(f" of {total:,}") if total else 0)
         room = columns - counted - LEAST_BAR
         # Notes go first, then the rate; the time that is left comes last.
@@ -198,15 +194,14 @@ def progress(quiet: bool, unit: str = "") -> Iterator[Callable[..., None]]:
 
 
 @contextlib.contextmanager
-def _watching(job: Job, *, stdin: bool, quiet: bool) -> Iterator[Callable[[Summary], None]]:
-    """Shows how far a job is; the rows of stdin are not counted."""
-    counted_first = None if stdin or quiet else job.count()
+def _watching(quiet: bool) -> Iterator[Callable[[Summary], None]]:
+    """Shows how far a job is."""
     with progress(quiet, "rows") as show:
 
         def watch(summary: Summary) -> None:
             errors = counted(summary.bad_rows, "error") if summary.bad_rows else ""
-            total = summary.total if counted_first is None else counted_first
             done, note = summary.rows + summary.ahead, filter(None, [errors, summary.note])
+            total = summary.total
             show("rows", done if total is None else min(done, total), total, ", ".join(note))
 
         yield watch
@@ -219,7 +214,7 @@ def run_job(job: Job, options: Mapping[str, Any]) -> None:
         BadRowsError: Some rows hold an error.
         KeyboardInterrupt: The job was interrupted; the message says how to continue it.
     """
-    quiet, stdin = options["quiet"], STANDARD_STREAM in options["text"]
+    quiet = options["quiet"]
     if options["dry_run"]:
         _show_estimate(job, as_json=options["as_json"])
         return
@@ -233,7 +228,7 @@ def run_job(job: Job, options: Mapping[str, Any]) -> None:
     try:
         with (
             at_stop(lambda: command if job.folder.exists() else None),
-            _watching(job, stdin=stdin, quiet=quiet) as watch,
+            _watching(quiet) as watch,
         ):
             summary = job.run(watch, say=teller(quiet), settings=settings)
     except KeyboardInterrupt as error:

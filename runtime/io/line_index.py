@@ -7,7 +7,7 @@ import io
 import json
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
@@ -38,11 +38,11 @@ class LineIndex:
         quotes: Number of quotation marks.
     """
 
-    def __init__(self) -> None:
-        """Begins with the first line."""
+    def __init__(self, numbers: Sequence[int] = (0,), offsets: Sequence[int] = (0,)) -> None:
+        """Begins with some lines."""
         self.lines, self.quotes = 0, 0
         self._digest = hashlib.sha256()
-        self._numbers, self._offsets = array("q", [0]), array("q", [0])
+        self._numbers, self._offsets = array("q", numbers), array("q", offsets)
 
     def before(self, line: int) -> tuple[int, int]:
         """Returns number and offset of a line at or before a line."""

@@ -74,10 +74,14 @@ class LongLine(bytes):
             size += len(piece)
         return cls(b"%d %s" % (size, digest.hexdigest().encode()))
 
+    @property
+    def size(self) -> int:
+        """Bytes of the line."""
+        return int(self.split()[0])
+
     def fault(self) -> str:
         """Returns the message of the row's error."""
-        size = int(self.split()[0])
-        return f"expected a row of at most {MOST_LINE >> 20} MiB, found {size:,} bytes"
+        return f"expected a row of at most {MOST_LINE >> 20} MiB, found {self.size:,} bytes"
 
 
 def read_raw_lines(

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import random
 import socket
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeAlias, cast
 
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.errors import InputError, TransferryError, UsageError
@@ -25,7 +24,7 @@ from transferry.runtime.jobs.formats.sources import Inputs, Steady
 from transferry.runtime.jobs.job import Job
 from transferry.runtime.jobs.job_options import JobOptions
 from transferry.runtime.jobs.journal import Chunk, Journal, differences, hash_of_hashes
-from transferry.runtime.jobs.output_files import LINES, write_manifest
+from transferry.runtime.jobs.output_files import write_manifest
 from transferry.runtime.jobs.plan import Plan, Runner
 from transferry.runtime.jobs.summary import Summary, Tally, read_summary
 from transferry.runtime.stopping import raising
@@ -41,20 +40,26 @@ STARTING = "starting Ray and its workers"
 LOST = object()
 
 
+# Of the input and its targets, see `RowReader.place`.
+Places: TypeAlias = Sequence[Any]
+
+
 @dataclass
 class Call:
     """A call of a worker.
 
     Attributes:
         worker: Number of the worker.
-        method: open, compute or progress.
+        method: open, keep, compute or progress.
         first: First row of the chunk that it is about.
+        places: Where the rows of that chunk begin.
         result: A returned value, an exception that stops the job, or LOST.
     """
 
     worker: int
     method: str
     first: int = 0
+    places: Places = ()
     result: Any = None
 
 
@@ -64,7 +69,7 @@ class Crew(Protocol):
     def __len__(self) -> int:
         """Number of workers."""
 
-    def call(self, worker: int, method: str, *arguments: int) -> None:
+    def call(self, worker: int, method: str, *arguments: Any) -> None:
         """Calls a method of a worker, or of the one that replaces it."""
 
     def returned(self, seconds: float) -> Iterator[Call]:
@@ -88,10 +93,11 @@ class Distribution:
         """Begins with the chunks that the journal lacks."""
         self._job, self._folder, self._crew = job, folder, crew
         self._summary, self._watch, self._looked = summary, watch, 0.0
-        self._plan = Plan(job.row_range[0], job.options.chunk_rows, len(crew))
         self._ahead: dict[int, int] = {}  # rows of the open chunk of each busy worker
         self._idle, self._asked, self._starts = set[int](), deque[int](), Counter[int]()
         self._failed: list[Exception] = []
+        # Places of the chunks that are not finished; the reader of one finds that of the next.
+        self._places = dict[int, Places]()
         # When the last row was done, and how many were.
         self._moved, self._done = time.monotonic(), -1
 
@@ -103,13 +109,7 @@ class Distribution:
         """
         for worker in range(len(self._crew)):
             self._crew.call(worker, "open")
-        while not self._idle:
-            self._turn()
-        # The first worker that is open has counted the lines, with the others.
-        self._begin()
-        for chunk in self._folder.chunks:
-            self._plan.found(chunk.first, chunk.rows)
-            add(chunk)
+        self._begin(add)
         while not self._plan.complete:
             self._assign()
             for chunk in self._turn():
@@ -119,20 +119,36 @@ class Distribution:
             self._folder.extend([Chunk(first=first, source_sha256=hash_rows(())[1])])
         self._watch(self._summary)
 
-    def _begin(self) -> None:
-        """Makes the plan."""
-        job = self._job
-        if (lines := lines_folder(job)) is not None:
-            job.reader.index(lines)
-        self._summary.total = rows = known_rows(job)
+    def _begin(self, add: Callable[[Tally], None]) -> None:
+        """Makes the plan, and adds the finished chunks."""
+        job, chunks = self._job, self._folder.chunks
+        start, rows = job.row_range[0], job.options.chunk_rows
+        # Journals of earlier versions have no places.
+        relayed = is_relayed(job) and all(chunk.end for chunk in chunks)
+        if relayed:
+            self._places[start] = [reader.place(start) for reader in job.readers]
+        else:
+            job.reader.index()
+        known = None if job.target is not None else job.count()
+        self._summary.total = known
         self._plan = Plan(
-            job.row_range[0],
-            job.options.chunk_rows,
+            start,
+            rows,
             len(self._crew),
-            rows=rows,
-            is_finished=self._folder.chunks.has,
+            rows=known,
+            is_finished=chunks.has,
             boundary=job.reader.boundary,
+            is_ready=self._places.__contains__ if relayed else None,
         )
+        for chunk in chunks:
+            self._plan.found(chunk.first, chunk.rows)
+            self._found(chunk.first + rows, chunk.end)
+            add(chunk)
+
+    def _found(self, first: int, places: Places) -> None:
+        """Notes where a chunk begins."""
+        if places and not self._folder.chunks.has(first):
+            self._places[first] = places
 
     def _turn(self) -> list[Chunk]:
         """Takes what workers return within a second; returns the finished chunks."""
@@ -173,7 +189,10 @@ class Distribution:
             if (first := self._plan.next(worker)) is not None:
                 self._idle.remove(worker)
                 self._ahead[worker] = 0
-                self._crew.call(worker, "compute", first)
+                if first in self._places:
+                    self._crew.call(worker, "keep", first, self._places[first])
+                else:
+                    self._crew.call(worker, "compute", first)
 
     def _ask(self) -> None:
         """Asks some workers how far they are, others the next time."""
@@ -189,6 +208,15 @@ class Distribution:
         if call.method == "progress":
             if found is not LOST and worker in self._ahead:
                 self._ahead[worker] = found
+            return None
+        if call.method == "keep" and isinstance(found, tuple):
+            rows, places = found
+            if rows < self._job.options.chunk_rows:
+                self._plan.found(call.first, rows)
+            else:
+                self._found(call.first + rows, places)
+            self._summary.total = self._job.expected(call.first + rows, places[0])
+            self._crew.call(worker, "compute", call.first)
             return None
         self._ahead.pop(worker, None)
         if found is LOST:
@@ -214,6 +242,7 @@ class Distribution:
                 )
             )
             return None
+        self._places.pop(chunk.first, None)
         return chunk if self._plan.finished(worker, chunk.rows) else None
 
     def _note_lost(self, call: Call) -> None:
@@ -255,8 +284,7 @@ class ChunkRunner(Runner):
         """Returns the arguments of a `Worker`."""
         options = replace(job.options, partition=None, max_errors=None)
         runner = WorkerRunner(session, self.workers)
-        told = self.load, job.sources, job.output, options, runner
-        return *told, job.row_range, lines_folder(job)
+        return self.load, job.sources, job.output, options, runner, job.row_range
 
     def crew(self, job: Job, session: int) -> AbstractContextManager[Crew]:
         """Gives the workers; they end with the `with`."""
@@ -326,22 +354,21 @@ class Worker:
         options: JobOptions,
         runner: WorkerRunner,
         row_range: tuple[int, int | None],
-        lines: Path | None,
     ) -> None:
         """Opens nothing yet, so that Ray does not count an error as a failed start."""
-        self._load, self._range, self._lines = load, row_range, lines
+        self._load, self._range = load, row_range
         self._opened = sources, output, options, runner
         self._job: Job = cast(Job, None)
         self._read: Iterator[InputRow] = iter(())
-        self._next, self.rows = -1, 0
+        self._next, self.rows, self._end = -1, 0, list[Any]()
 
     def open(self) -> Exception | None:
         """Opens the job; returns the error where that fails, since Ray passes on its text only."""
         try:
             self._job = Job(self._load(), *self._opened)
             require_same_job(self._job)
-            if self._lines is not None:
-                self._job.reader.index(self._lines, random.random())
+            if not is_relayed(self._job):
+                self._job.reader.index()
         except (TransferryError, OSError) as error:
             return type(error)(f"the worker on {socket.gethostname()}: {error}")
         return None
@@ -350,11 +377,30 @@ class Worker:
         """Returns the number of rows computed of the open chunk."""
         return self.rows
 
+    def keep(self, first: int, places: Places) -> tuple[int, Places] | Exception:
+        """Reads the rows of a chunk into memory.
+
+        Returns their number, fewer than others have only at the end, and the places behind them.
+        """
+        most, last = self._job.options.chunk_rows, self._range[1]
+        most = most if last is None else min(most, last - first)
+        self._next, self.rows = -1, 0
+        try:
+            pairs = zip(self._job.readers, places, strict=True)
+            found = [reader.keep(first, most, place) for reader, place in pairs]
+        except (TransferryError, OSError) as error:
+            return error
+        self._end = [place for _, place in found]
+        return found[0][0], self._end
+
     def compute(self, first: int) -> Chunk | Exception:
         """Finishes the chunk that begins at a row, or returns the error."""
         self.rows = 0
         try:
-            return compute_chunk(self._job, first, self._rows(first), self._watch, self._range[0])
+            rows = self._rows(first)
+            chunk = compute_chunk(self._job, first, rows, self._watch, self._range[0])
+            chunk.end = self._end
+            return chunk
         except (TransferryError, OSError) as error:
             self._next = -1
             return error
@@ -417,24 +463,14 @@ def compute_chunk(
     return chunk
 
 
-def lines_folder(job: Job) -> Path | None:
-    """Returns the folder of the numbers of lines; None if they are not counted."""
-    if job.options.partition is not None:
-        return job.output.parent / LINES
-    return None if job.options.limit is not None else job.folder / LINES
-
-
-def known_rows(job: Job) -> int | None:
-    """Returns the number of the job's rows, where it is known without reading them."""
-    first, last = job.row_range
-    if (rows := job.reader.count) is None or job.target is not None:
-        return None
-    return (rows if last is None else min(rows, last)) - first
+def is_relayed(job: Job) -> bool:
+    """Whether who reads a chunk finds where the next begins, so that each byte is read once."""
+    return all(reader.keeps for reader in job.readers)
 
 
 def steady_files(job: Job) -> list[Steady]:
     """Returns the files of the input and its targets."""
-    return [*job.reader.steady, *(job.target.steady if job.target is not None else ())]
+    return [file for reader in job.readers for file in reader.steady]
 
 
 def require_unchanged(job: Job, folder: ChunkFolder) -> None:

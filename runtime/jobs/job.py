@@ -25,10 +25,16 @@ from transferry.runtime.jobs.canary import Canary
 from transferry.runtime.jobs.chunk_folder import ending_of
 from transferry.runtime.jobs.formats.detection import named_format
 from transferry.runtime.jobs.formats.openai_batch import Seen
-from transferry.runtime.jobs.formats.readers import open_inputs, open_reader, read_rows
+from transferry.runtime.jobs.formats.readers import open_inputs, open_reader
 from transferry.runtime.jobs.formats.records import ColumnChoice, Record, RowWriter
 from transferry.runtime.jobs.formats.remote_file import RemoteFile
-from transferry.runtime.jobs.formats.rows import InputRow, RowReader, hash_chunks, hash_rows
+from transferry.runtime.jobs.formats.rows import (
+    InputRow,
+    RowReader,
+    hash_chunks,
+    hash_rows,
+    read_rows,
+)
 from transferry.runtime.jobs.formats.sources import Inputs, open_sources
 from transferry.runtime.jobs.formats.writers import open_writer
 from transferry.runtime.jobs.job_options import JobOptions, fraction
@@ -119,7 +125,7 @@ class Job:
         self.writer = self._writer()
         every = options.canary and fraction(options.canary)[1]
         self.canary = Canary(self.engine, every, self.task) if every else None
-        self._counted: int | None = None
+        self._read = 0
 
     def _readers(self) -> tuple[RowReader, RowReader | None]:
         """Opens the input and the targets of its rows."""
@@ -152,6 +158,11 @@ class Job:
             width=self.task.width,
             choice=ColumnChoice(self.options.output_column, self.options.keep, self.options.drop),
         )
+
+    @property
+    def readers(self) -> list[RowReader]:
+        """Of the input, and of its targets if there are any."""
+        return [self.reader, *([self.target] if self.target is not None else [])]
 
     @property
     def folder(self) -> Path:
@@ -199,27 +210,23 @@ class Job:
         return partition_range(self.reader, self.target, self.options, shared)
 
     def count(self) -> int | None:
-        """Returns the number of rows; None where a runner would have to read them for that."""
-        (first, last), limit = self.row_range, self.options.limit
-        if self.options.partition is None and limit is None and self.runner.in_order:
-            self.reader.index()
-        if (rows := self.reader.count) is None and self.runner.in_order:
-            rows = self._counted = self._counted or sum(1 for _ in self.rows(first, last))
-            return rows
-        return rows and min(rows, rows if last is None else last) - first
+        """Returns the number of rows, where it is known without reading them."""
+        (first, last), rows = self.row_range, self.reader.count
+        return rows and (rows if last is None else min(rows, last)) - first
 
-    @property
-    def is_counted(self) -> bool:
-        """Whether `count` reads nothing."""
-        return self._counted is not None or self.reader.count is not None
+    def expected(self, done: int | None = None, place: Any = None) -> int | None:
+        """Returns `count`, or an estimate from the bytes of `done` rows, or of those read so far.
 
-    def require_counted(self, rows: int) -> None:
-        """Raises InputError if the rows were counted before, and are others now."""
-        if self.is_counted and self.target is None and rows != self.count():
-            raise InputError(
-                f"{self.layout.path} has changed since it was counted: expected {self.count():,} "
-                f"rows, found {rows:,}. Run the command again once it stays as it is"
-            )
+        Args:
+            done: Number of the row at `place`.
+            place: See `RowReader.place`.
+        """
+        if (known := self.count()) is not None:
+            return known
+        if not (share := self.reader.share(place)):
+            return None
+        rows, last = round((self._read if done is None else done) / share), self.row_range[1]
+        return rows if last is None else min(rows, last)
 
     def run(
         self,
@@ -251,7 +258,7 @@ class Job:
                 self.counting(summary, add, watch) as count,
                 closing(self.results(self.rows(*self.row_range), first)) as results,
             ):
-                self.require_counted(self.write(results, file, first, count).rows)
+                self.write(results, file, first, count)
             summary.made = self._made()
             return summary
         with self._telling_saved(summary), self.runner.journal.locked(self.folder) as journal:
@@ -317,19 +324,19 @@ class Job:
         """
 
         def waiting(ahead: int) -> None:
-            summary.ahead = ahead
+            summary.ahead, summary.total = ahead, self.expected()
             watch(summary)
 
         def count(tally: Tally) -> None:
             add(tally)
-            summary.ahead = max(0, summary.ahead - tally.rows)
+            summary.ahead, summary.total = max(0, summary.ahead - tally.rows), self.expected()
             watch(summary)
 
         with self.engine.watched(waiting):
             yield count
 
     def _saved(self, rows: int) -> str:
-        of = f" of {self.count():,}" if self.is_counted else ""
+        of = f" of {known:,}" if (known := self.count()) is not None else ""
         return f"{rows:,}{of} rows are saved in {self.folder}"
 
     def _resumed(self, rows: int) -> str:
@@ -348,7 +355,9 @@ class Job:
 
     def rows(self, first: int = 0, last: int | None = None) -> Iterator[InputRow]:
         """Streams rows first to last - 1 of the input, with their targets if there are any."""
-        return read_rows(self.reader, self.target, first, last)
+        for row in read_rows(self.reader, self.target, first, last):
+            self._read = row.number + 1
+            yield row
 
     def require_unchanged(self, chunk: Chunk, rows: Iterable[InputRow]) -> None:
         """Raises InputError if the input rows of a finished chunk are not what they were."""

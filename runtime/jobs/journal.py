@@ -22,7 +22,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -60,6 +60,7 @@ class Chunk(Tally):
         sha256: Hash of the chunk's file.
         size: Size of the chunk's file, in bytes.
         modified: Time of its last change, in nanoseconds; 0 in journals of earlier versions.
+        end: Places in the input behind its rows, see `RowReader.place`; empty where none is known.
         session: Number of earlier runs of the job that finished chunks.
     """
 
@@ -69,6 +70,7 @@ class Chunk(Tally):
     size: int = 0
     session: int = 0
     modified: int = 0
+    end: list[Any] = field(default_factory=list)
 
     @classmethod
     def parse(cls, line: bytes) -> Chunk:

@@ -110,8 +110,6 @@ class Runner:
             while not journal.is_complete(most):
                 with journal.next_file() as file:
                     chunk = job.write(islice(results, most), file, first + journal.rows, count)
-                if chunk.rows < most:
-                    job.require_counted(journal.rows + chunk.rows)
                 journal.append(chunk)
                 summary.saved = journal.rows
 
@@ -146,6 +144,7 @@ class Plan:
         rows: int | None = None,
         is_finished: Callable[[int], bool] = lambda first: False,
         boundary: Callable[[int], int] = lambda row: row,
+        is_ready: Callable[[int], bool] | None = None,
     ) -> None:
         """Begins with all chunks that are not finished.
 
@@ -157,9 +156,11 @@ class Plan:
             is_finished: Whether the chunk that begins at a row is finished.
             boundary: Returns the next row, or the same, at which reading begins without reading
                 rows before it.
+            is_ready: Whether it is known where the chunk that begins at a row lies in the input;
+                None if that does not matter.
         """
         self._first, self._rows, self._workers = first, chunk_rows, workers
-        self._is_finished, self._boundary = is_finished, boundary
+        self._is_finished, self._boundary, self._is_ready = is_finished, boundary, is_ready
         self.end, self._counted = None if rows is None else rows // chunk_rows, rows
         # A chunk that may take down every worker comes last.
         self._next, self._again, self._tried = 0, list[int](), list[int]()
@@ -228,8 +229,11 @@ class Plan:
             if (number := self._least(heap)) is not None:
                 return number
         while self.end is None or self._next <= self.end:
-            if not self._is_finished(self._first + self._next * self._rows):
-                return self._next
+            first = self._first + self._next * self._rows
+            if not self._is_finished(first):
+                if self._is_ready is None or self._is_ready(first):
+                    return self._next
+                break  # another worker is reading the chunk before, or died of it
             self._next += 1
         return self._least(self._tried)
 
@@ -256,7 +260,7 @@ class Plan:
 
     def _length(self, number: int) -> int:
         """Returns the length of a span: to a boundary, unless other workers would wait for it."""
-        if self.end is None:
+        if self.end is None or self._is_ready is not None:
             return 1
         left = self.end + 1 - number
         length = max(1, left // (_SPANS * self._workers))

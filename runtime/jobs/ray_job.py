@@ -289,7 +289,7 @@ class RayCrew:
     def __len__(self) -> int:
         return len(self._workers)
 
-    def call(self, worker: int, method: str, *arguments: int) -> None:
+    def call(self, worker: int, method: str, *arguments: Any) -> None:
         """Calls a method of a worker."""
         ref = getattr(self._workers[worker], method).remote(*arguments)
         self._calls[ref] = Call(worker, method, *arguments)

@@ -111,7 +111,7 @@ class Summary(Tally):
         made: Fingerprint, versions and hashes of the output, as JSON values.
         ahead: Rows of a job in progress that were computed, but not written yet; not stored.
         note: Activity of a job before its first row; not stored.
-        total: Rows of the job, where Ray has counted them; not stored.
+        total: Rows of the job as far as they are known, or estimated; not stored.
     """
 
     saved: int = 0

@@ -7,9 +7,11 @@ import json
 import math
 import re
 from abc import abstractmethod
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import chain, islice, tee, zip_longest
+from functools import cached_property
+from itertools import chain, islice, tee
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +24,7 @@ from transferry.runtime.io.lines import (
     PACKED,
     LongLine,
     encoding_of_lines,
+    is_plain,
     read_raw_lines,
 )
 from transferry.runtime.io.whole import unreadable
@@ -45,7 +48,7 @@ from transferry.runtime.jobs.formats.rows import (
     unique,
     with_texts,
 )
-from transferry.runtime.jobs.formats.sources import Series, Steady
+from transferry.runtime.jobs.formats.sources import Kept, Series, Steady
 from transferry.runtime.jobs.formats.spreadsheet import SpreadsheetReader
 from transferry.runtime.jobs.job_options import InputFormat
 
@@ -138,32 +141,6 @@ def _require_effect(path: Source, format: InputFormat, dialect: Dialect) -> None
         raise UsageError(Option("delimiter"), f" has no effect on {format}: {path}")
 
 
-def read_rows(
-    reader: RowReader, target: RowReader | None, first: int = 0, last: int | None = None
-) -> Iterator[InputRow]:
-    """Streams rows, each with the row of the same number of `target` where there is one.
-
-    Raises:
-        InputError: A file cannot be read, or one of the two ends before the other.
-    """
-    rows = reader.rows(first, last)
-    return rows if target is None else _paired(rows, target.rows(first, last), target.layout.path)
-
-
-def _paired(
-    rows: Iterator[InputRow], others: Iterator[InputRow], path: Source | str
-) -> Iterator[InputRow]:
-    for row, other in zip_longest(rows, others):
-        if row is None or other is None:
-            longer = f"{path} goes on" if row is None else f"{path} ends"
-            raise InputError(
-                f"{longer} after row {(row or other).number} of the other input; give files of "
-                "equal length"
-            )
-        raw = b"%d %b%b" % (len(row.raw), row.raw, other.raw)
-        yield replace(row, raw=raw, target=other.text)
-
-
 class _Line(NamedTuple):
     """The bytes of a row, and its cells if they are parsed while reading, as in CSV."""
 
@@ -203,14 +180,47 @@ class _LineReader(RowReader):
             self._index, self.seeks = found, True
             self.count = max(0, found.lines - self._above)
 
+    @cached_property
+    def keeps(self) -> bool:  # type: ignore[override]
+        """Whether lines can be found from any byte on."""
+        try:
+            with self._steady.opened() as file:
+                return file.seekable() and is_plain(file, self._dialect.encoding)
+        except OSError as error:
+            raise unreadable(self.file, error) from error
+
+    def share(self, place: Any = None) -> float:
+        """Returns the share of the bytes before a place, or read so far."""
+        size = self._steady.size
+        return (self._steady.at if place is None else place[1]) / size if size else 0.0
+
+    def place(self, first: int) -> Any:
+        """Returns number and offset of a line."""
+        return list(self._index.before(first + self._above)) if self._index else [0, 0]
+
+    def keep(self, first: int, rows: int, place: Any) -> tuple[int, Any]:
+        """Reads lines and keeps their bytes; see `RowReader.keep`."""
+        number, start = place
+        kept = self._steady.kept = Kept(start)
+        size, skipped = 0, first + self._above - number
+
+        def measured() -> Iterator[bytes]:
+            nonlocal size
+            for line in self._raw_lines(start, keep_ends=True):
+                size += line.size if isinstance(line, LongLine) else len(line)
+                yield line
+
+        found = sum(1 for _ in islice(self._split(measured()), skipped + rows))
+        size += 3 * (start == 0 and kept.content.startswith(BOM_UTF8))
+        self._index = LineIndex([number], [start])
+        return max(0, found - skipped), [number + found, start + size]
+
     def outline(self) -> list[Any]:
         """Returns facts that differ between inputs."""
         return [*super().outline(), *([self._index.outline()] if self._index else [])]
 
     def rows(self, first: int = 0, last: int | None = None) -> Iterator[InputRow]:
-        start, begun = 0, 0
-        if self._index is not None:
-            start, begun = self._index.before(first + self._above)
+        start, begun = self.place(first)
         if begun:
             number, lines = start - self._above, self._lines(begun)
         else:
@@ -221,7 +231,11 @@ class _LineReader(RowReader):
 
     def _lines(self, start: int = 0) -> Iterator[_Line]:
         """Reads the file from its beginning, header included, or from the byte of a row."""
-        return map(_Line, self._raw_lines(start))
+        return self._split(self._raw_lines(start))
+
+    def _split(self, lines: Iterator[bytes]) -> Iterator[_Line]:
+        """Returns the rows in lines; those of CSV have their ends."""
+        return map(_Line, lines)
 
     def _raw_lines(self, start: int, *, keep_ends: bool = False) -> Iterator[bytes]:
         told: dict[str, Any] = {"encoding": self._dialect.encoding, "pages": self._dialect.pages}
@@ -251,7 +265,7 @@ class _TsvReader(_LineReader):
     _delimiter: str | None = None
 
     def _lines(self, start: int = 0) -> Iterator[_Line]:
-        return map(_Line, self._delimited(start))
+        return self._split(self._delimited(start))
 
     def _delimited(
         self, start: int, *, usual: str = "\t", keep_ends: bool = False
@@ -335,8 +349,11 @@ class _CsvReader(_TsvReader):
         return replace(super()._layout(format, column), delimiter=self._delimiter or ",")
 
     def _lines(self, start: int = 0) -> Iterator[_Line]:
+        return self._split(self._delimited(start, usual=",", keep_ends=True))
+
+    def _split(self, lines: Iterator[bytes]) -> Iterator[_Line]:
         csv.field_size_limit(max(csv.field_size_limit(), MOST_LINE))
-        record = _Record(self._delimited(start, usual=",", keep_ends=True), self._encoding)
+        record = _Record(lines, self._encoding)
         reader = csv.reader(record, delimiter=self._delimiter or ",", strict=True)
         while True:
             cells: list[str] | RowError

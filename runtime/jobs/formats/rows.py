@@ -6,7 +6,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -132,12 +132,13 @@ class RowReader(ABC):
         languages: Columns with the languages of the text and of its answer.
         count: Number of rows, where it is known without reading them.
         seeks: Whether reading begins at any row without reading all rows before it.
+        keeps: Whether `keep` reads rows where the rows before them end.
     """
 
     layout: Layout
     offset = 0
     count: int | None = None
-    seeks = False
+    seeks, keeps = False, False
     _steady: Any = None
     _sha256 = ""
     lists = False
@@ -180,6 +181,21 @@ class RowReader(ABC):
         """Returns the next row, or the same, where reading begins without rows before it."""
         return row
 
+    def share(self, place: Any = None) -> float:
+        """Returns the share of the input's bytes before a place, or read so far; 0 if unknown."""
+        return 0.0
+
+    def place(self, first: int) -> Any:
+        """Returns a place at or before a row, as a JSON value, for `keep`."""
+        return first
+
+    def keep(self, first: int, rows: int, place: Any) -> tuple[int, Any]:
+        """Reads rows and keeps their bytes in memory, for `rows`, in place of those kept before.
+
+        Returns the number of rows, fewer only at the end, and the place behind them.
+        """
+        raise NotImplementedError
+
     def _row(self, number: int, fields: Fields | RowError, raw: bytes) -> InputRow:
         number += self.offset
         if len(raw) > _MOST_RAW:
@@ -211,6 +227,32 @@ class RowReader(ABC):
             return to_json(text) if self.lists else str(text)
         expected, found = ("a list", to_json(text)) if self.lists else ("text", as_text(text))
         return RowError("no-text", f"expected {expected} in the field {column}, found {found[:80]}")
+
+
+def read_rows(
+    reader: RowReader, target: RowReader | None, first: int = 0, last: int | None = None
+) -> Iterator[InputRow]:
+    """Streams rows, each with the row of the same number of `target` where there is one.
+
+    Raises:
+        InputError: A file cannot be read, or one of the two ends before the other.
+    """
+    rows = reader.rows(first, last)
+    return rows if target is None else _paired(rows, target.rows(first, last), target.layout.path)
+
+
+def _paired(
+    rows: Iterator[InputRow], others: Iterator[InputRow], path: Source | str
+) -> Iterator[InputRow]:
+    for row, other in zip_longest(rows, others):
+        if row is None or other is None:
+            longer = f"{path} goes on" if row is None else f"{path} ends"
+            raise InputError(
+                f"{longer} after row {(row or other).number} of the other input; give files of "
+                "equal length"
+            )
+        raw = b"%d %b%b" % (len(row.raw), row.raw, other.raw)
+        yield replace(row, raw=raw, target=other.text)
 
 
 def unique(names: list[str], path: Source | str) -> list[str]:

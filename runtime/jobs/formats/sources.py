@@ -7,7 +7,9 @@ import io
 import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -23,6 +25,8 @@ from transferry.runtime.jobs.formats.rows import InputRow, RowReader
 STATE, SPLITS = "state.json", "dataset_dict.json"
 
 
+# Bytes of a file that are kept; rows beyond are read twice.
+_MOST_KEPT = 1 << 26
 # A file of rows or several.
 Inputs: TypeAlias = Source | str | Sequence[Source | str]
 
@@ -106,10 +110,29 @@ class Steady:
 
     Attributes:
         version: Facts that change with the file; None before it is opened.
+        kept: Bytes that need not be read again.
     """
 
     def __init__(self, source: Source) -> None:
         self.source, self.version = source, cast("tuple[Any, ...] | None", None)
+        self.kept: Kept | None = None
+        self._file: io.BufferedReader | None = None
+        self._at = 0
+
+    @property
+    def at(self) -> int:
+        """Bytes read since it was opened last, of those in the file."""
+        file = self._file
+        known = file is not None and not file.closed and file.seekable()
+        return file.tell() if file is not None and known else self._at
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file; 0 where they are not known."""
+        if self.version is None and isinstance(self.source, Path):
+            self.require_same()
+        known = str((self.version or (0,))[0])
+        return int(known) if known.isdecimal() else 0
 
     def __str__(self) -> str:
         return str(self.source)
@@ -119,7 +142,11 @@ class Steady:
         """Opens the file; raises InputError if it has changed, now or at its end."""
         with open_stream(self.source) as file:
             self.require_same(getattr(file.raw, "version", None))
-            yield file
+            self._file = file
+            try:
+                yield io.BufferedReader(_Keeping(file, self.kept)) if self.kept else file
+            finally:
+                self._at, self._file = self.at, None
             self.require_same()
 
     @contextmanager
@@ -152,6 +179,46 @@ class Steady:
         return (found.st_size, found.st_mtime_ns) if stat.S_ISREG(found.st_mode) else ()
 
 
+@dataclass
+class Kept:
+    """Bytes of a file from a place on, kept as they are first read."""
+
+    start: int
+    content: bytearray = field(default_factory=bytearray)
+
+
+class _Keeping(io.RawIOBase):
+    """A file whose bytes are read once where they are kept."""
+
+    def __init__(self, file: io.BufferedReader, kept: Kept) -> None:
+        self._file, self._kept, self._at = file, kept, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + (self._at if whence == io.SEEK_CUR else 0)
+        if whence == io.SEEK_END:
+            self._at = self._file.seek(offset, whence)
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        content, at = self._kept.content, self._at - self._kept.start
+        if 0 <= at < len(content):
+            found = bytes(content[at : at + len(buffer)])
+        else:
+            self._file.seek(self._at)
+            found = self._file.read1(len(buffer))
+            if at == len(content) < _MOST_KEPT:
+                content += found
+        self._at += len(found)
+        buffer[: len(found)] = found
+        return len(found)
+
+
 class Series(RowReader):
     """Several files, one after another; rows are numbered throughout."""
 
@@ -170,7 +237,7 @@ class Series(RowReader):
                     "for each"
                 )
         self.layout = replace(first, path=f"{first.path} and {len(others)} more")
-        self._readers, self._counts = readers, dict[int, int]()
+        self._readers, self._counts, self._reading = readers, dict[int, int](), 0
 
     @property
     def steady(self) -> Sequence[Steady]:
@@ -219,6 +286,52 @@ class Series(RowReader):
             start += count
         return start
 
+    @cached_property
+    def _sizes(self) -> list[int]:
+        """Bytes of the files before each one, and of all."""
+        return [0, *accumulate(file.size for file in self.steady)]
+
+    def share(self, place: Any = None) -> float:
+        """Returns the share of the bytes before a place."""
+        number = self._reading if place is None else place[0]
+        inner = self._readers[number].share(None if place is None else place[2])
+        before, after = self._sizes[number : number + 2]
+        return (before + inner * (after - before)) / max(1, self._sizes[-1])
+
+    @property
+    def keeps(self) -> bool:  # type: ignore[override]
+        """Whether `keep` reads rows where the rows before them end."""
+        return all(reader.keeps for reader in self._readers)
+
+    def place(self, first: int) -> Any:
+        """Returns the number of a file, that of its first row, and a place in it."""
+        number, start, counts = 0, 0, self.counts
+        while (count := counts[number]) is not None and start + count <= first:
+            if number + 1 == len(counts):
+                break
+            number, start = number + 1, start + count
+        return [number, start, self._readers[number].place(first - start)]
+
+    def keep(self, first: int, rows: int, place: Any) -> tuple[int, Any]:
+        """Keeps rows of one file or several; see `RowReader.keep`."""
+        begun, start, inner = place
+        for file in self.steady:
+            file.kept = None
+        # Files before the first row are skipped, whichever of them has the rows.
+        self._counts = dict.fromkeys(range(begun), 0) | ({begun - 1: start} if begun else {})
+        found = 0
+        for number in range(begun, len(self._readers)):
+            inner = [0, 0] if number > begun else inner
+            reader = self._readers[number]
+            here = first + found - start
+            more, inner = reader.keep(here, rows - found, inner)
+            found += more
+            if found == rows:
+                break
+            self._counts[number] = here + more
+            start += here + more
+        return found, [number, start, inner]
+
     def rows(self, first: int = 0, last: int | None = None) -> Iterator[InputRow]:
         """Streams rows first to last - 1; files before the first row are read only once."""
         start = 0
@@ -229,7 +342,7 @@ class Series(RowReader):
                     return
                 # Of a file whose rows are not counted, none is skipped unseen.
                 begin, count = (0 if count is None else max(0, first - start)), count or 0
-                reader.offset = start
+                reader.offset, self._reading = start, place
                 for row in reader.rows(begin):
                     count = max(count, row.number - start + 1)
                     if last is not None and row.number >= last:

@@ -5,6 +5,7 @@ import json
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from transferry.runtime.errors import InputError
 from transferry.runtime.io.line_index import LineIndex, index_lines
 from transferry.runtime.jobs.formats.readers import open_inputs
+from transferry.runtime.jobs.formats.rows import InputRow, RowReader
 
 
 class Memory:
@@ -77,6 +79,7 @@ def rows_of(form: str, draw: random.Random) -> bytes:
         mark = {"tsv": "\t", "csv": ","}[form]
         ends = ["", "", f"{mark}z", "\r3"]
         lines = [f"{n}{mark}{'y' * draw.randrange(9)}{draw.choice(ends)}" for n in range(count)]
+        lines += ['8,"a\nb"'] * (form == "csv" and draw.random() < 0.3)
         lines += ['7,"a'] * (draw.random() < 0.1)
         lines = ["sep=" + mark] * draw.randrange(2) + [f"id{mark}text", *lines]
     text = draw.choice(["", "\ufeff"]) + end.join(lines) + draw.choice(["", end])
@@ -103,4 +106,22 @@ def test_rows_from_anywhere(tmp_path: Path, form: str) -> None:
         first = draw.randrange(len(expected) + 2)
         for last in (None, first, first + draw.randrange(9)):
             assert list(reader.rows(first, last)) == expected[first:last]
+        pass_on(reader, open_inputs([path, path], **told), expected, first, draw.randrange(1, 9))
     assert indexed > 10
+
+
+def pass_on(
+    one: RowReader, two: RowReader, expected: list[InputRow], first: int, rows: int
+) -> None:
+    """Two readers read by turns where the other has stopped, the first time from some row."""
+    place = one.place(first)
+    for turn in range(99):
+        reader = (one, two)[turn % 2]
+        found, place = reader.keep(first, rows, place)
+        place = json.loads(json.dumps(place))
+        assert [*islice(reader.rows(first), found)] == expected[first : first + rows]
+        assert len(expected[first : first + rows]) == found
+        first += found
+        if found < rows:
+            return
+    raise AssertionError("it did not end")

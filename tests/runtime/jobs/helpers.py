@@ -181,7 +181,7 @@ class LocalCrew:
     def __len__(self) -> int:
         return len(self._workers)
 
-    def call(self, worker: int, method: str, *arguments: int) -> None:
+    def call(self, worker: int, method: str, *arguments: Any) -> None:
         self._calls.append(Call(worker, method, *arguments))
 
     def resources(self) -> str:
@@ -194,9 +194,9 @@ class LocalCrew:
                 self._workers[call.worker] = self._make()
             if call.method == "compute":
                 self.calls.append(call.first)
-            arguments = [call.first] if call.method == "compute" else []
+            told = {"keep": (call.first, call.places), "compute": (call.first,)}
             method = getattr(self._workers[call.worker], call.method)
-            call.result = LOST if dies else method(*arguments)
+            call.result = LOST if dies else method(*told.get(call.method, ()))
             yield call
 
 

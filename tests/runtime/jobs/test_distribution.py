@@ -337,7 +337,7 @@ class Imagined:
     def __len__(self) -> int:
         return self.workers
 
-    def call(self, worker: int, method: str, *arguments: int) -> None:
+    def call(self, worker: int, method: str, *arguments: Any) -> None:
         self.open.append(Call(worker, method, *arguments))
         self.made += 1
 
@@ -360,13 +360,14 @@ def test_a_billion_rows_on_a_thousand_machines(tmp_path: Path) -> None:
     """10,001 chunks and 8,000 workers, simulated: memory, time and calls of the command."""
     rows, chunk_rows = 1_000_000_001, 100_000
     reader: Any = SimpleNamespace(
-        count=rows, index=lambda folder: None, boundary=lambda row: -(-row // 2**20) * 2**20
+        count=rows, index=int, boundary=lambda row: -(-row // 2**20) * 2**20, keeps=False
     )
     folder = ChunkFolder(tmp_path)
     folder.begin({"output_format": "parquet", "chunk_rows": chunk_rows}, force=False)
     job: Any = SimpleNamespace(
         row_range=(0, None), options=JobOptions(chunk_rows=chunk_rows), reader=reader, target=None
     )
+    job.readers = [reader]
     job.folder = tmp_path
     crew, summary = Imagined(8000, rows, chunk_rows), Summary()
     began = time.process_time()
