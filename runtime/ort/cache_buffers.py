@@ -2,14 +2,38 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from transferry.runtime.bundle.specs import Role
-from transferry.runtime.decoding.batching import blocks, padded
+from transferry.runtime.bundle.specs import GraphSpec, Role
+from transferry.runtime.decoding.batching import BatchOptions, blocks, padded
 from transferry.runtime.decoding.logits import Bools, Floats, Integers
 from transferry.runtime.ort.graph_runner import BufferView, GraphRunner
+from transferry.runtime.ort.session import Provider
+
+# Default batch sizes: as many rows as gain from sharing the reading of the weights.
+BATCHES: dict[Provider, BatchOptions] = {
+    "cpu": BatchOptions(rows=256, tokens=1 << 15),
+    "cuda": BatchOptions(rows=1024, tokens=1 << 17),
+}
+# Bytes of one column for all these rows, above which half of them are as fast on a CPU.
+LARGE_COLUMN = 1 << 21
+
+
+def default_batches(decoder: GraphSpec, provider: Provider) -> BatchOptions:
+    """Returns a decoder's default batch size: on a CPU half the rows where its cache is large."""
+    batches = BATCHES[provider]
+    if provider != "cpu":
+        return batches
+    column = sum(
+        math.prod(n for n in spec.shape if isinstance(n, int)) * np.dtype(spec.type).itemsize
+        for spec in decoder.inputs
+        if spec.role in ("cross", "past")
+    )
+    large = column * batches.rows > LARGE_COLUMN
+    return BatchOptions(batches.rows // 2, batches.tokens // 2) if large else batches
 
 
 def unused_columns(bias: Floats, count: int) -> Integers:

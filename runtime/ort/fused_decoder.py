@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.specs import Role, Variant
-from transferry.runtime.decoding.batching import UNIT, BatchOptions, blocks, padded
+from transferry.runtime.decoding.batching import UNIT, blocks, padded
 from transferry.runtime.decoding.decoder import StepOutput
 from transferry.runtime.decoding.logits import Bools, Floats, Integers
 from transferry.runtime.decoding.shared_prompts import shared_prompts
-from transferry.runtime.ort.cache_buffers import CacheBuffers, unused_columns
+from transferry.runtime.ort.cache_buffers import CacheBuffers, default_batches, unused_columns
 from transferry.runtime.ort.encoder import PASS_TOKENS
 from transferry.runtime.ort.graph_runner import (
     Bindable,
@@ -34,7 +34,7 @@ from transferry.runtime.ort.graph_runner import (
     open_graphs,
 )
 from transferry.runtime.ort.lm_head import LMHead
-from transferry.runtime.ort.session import Provider, SessionOptions
+from transferry.runtime.ort.session import SessionOptions
 
 # Columns that a cache may have beyond the columns in use: every step reads all, but shortening the
 # cache copies it.
@@ -45,11 +45,6 @@ AHEAD = 8
 # The same for all rows of a step together: with few rows, reading unused columns costs less than
 # making the cache longer and binding it again.
 AHEAD_CELLS = 64
-# Default batch sizes: as many rows as gain from sharing the reading of the weights.
-BATCHES: dict[Provider, BatchOptions] = {
-    "cpu": BatchOptions(rows=256, tokens=1 << 15),
-    "cuda": BatchOptions(rows=1024, tokens=1 << 17),
-}
 
 
 @dataclass(frozen=True)
@@ -124,9 +119,9 @@ class SlotDecoder:
     ) -> None:
         """Opens the graphs, each by `opened`; raises as `open_model`."""
         self.variant, self.options = variant, options
-        self.batches = BATCHES[options.provider]
         self._runners = open_graphs(bundle, variant.graphs, options, opened)
         self._decoder = self._runners["decoder"]
+        self.batches = default_batches(self._decoder.graph, options.provider)
         self._buffers = CacheBuffers(self._runners)
         self.has_encoder = "encoder" in variant.graphs
         self._int8 = variant.cache is not None and variant.cache.type == "int8"

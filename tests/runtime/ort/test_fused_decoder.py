@@ -13,8 +13,10 @@ import pytest
 from numpy.typing import NDArray
 
 from transferry.runtime.bundle.bundle import Bundle
+from transferry.runtime.bundle.specs import GraphSpec, TensorSpec
 from transferry.runtime.decoding.batching import UNIT, padded
 from transferry.runtime.decoding.search import pad_sources
+from transferry.runtime.ort.cache_buffers import default_batches
 from transferry.runtime.ort.encoder import PASS_TOKENS
 from transferry.runtime.ort.fused_decoder import (
     AHEAD_CELLS,
@@ -22,7 +24,7 @@ from transferry.runtime.ort.fused_decoder import (
     FusedDecoder,
     FusedState,
 )
-from transferry.runtime.ort.session import SessionOptions
+from transferry.runtime.ort.session import Provider, SessionOptions
 
 Logits = NDArray[np.floating[Any]]
 Integers = NDArray[np.int64]
@@ -35,6 +37,24 @@ TARGET = np.random.default_rng(0).integers(3, 350, (4, 40))
 def decoder(fast_bundle_folder: Path) -> FusedDecoder:
     bundle = Bundle.load(fast_bundle_folder)
     return FusedDecoder(bundle, bundle.variant("cpu-fp32"), SessionOptions())
+
+
+@pytest.mark.parametrize(
+    ("d_head", "kind", "provider", "rows"),
+    [
+        (64, "float32", "cpu", 128),
+        (64, "int8", "cpu", 256),
+        (16, "float32", "cpu", 256),
+        (64, "bfloat16", "cuda", 1024),
+    ],
+)
+def test_a_large_cache_has_half_the_rows(
+    d_head: int, kind: str, provider: Provider, rows: int
+) -> None:
+    shape = "batch", 4, "columns", d_head
+    past, cross = TensorSpec("past", "past", kind, shape), TensorSpec("cross", "cross", kind, shape)
+    graph = GraphSpec("decoder.onnx", inputs=(past, cross) * 6, outputs=())
+    assert default_batches(graph, provider).rows == rows
 
 
 def started(decoder: FusedDecoder, sources: Sequence[Sequence[int]] = SOURCES) -> FusedState:
