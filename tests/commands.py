@@ -11,6 +11,9 @@ from transferry.cli import main
 # as long as a quiet machine takes.
 PATIENCE = 600.0
 
+# Options of `verify` where a test is not about batches: else each of 64 or 256 sizes is computed.
+FEW = "--batch-rows", "4"
+
 # Object of click's context: the traces that export and verify share, set by the fixture `traces`.
 shared: object = None
 

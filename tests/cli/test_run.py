@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.commands import call
+from tests.commands import FEW, call
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
@@ -184,7 +184,7 @@ class TestVerifyInspectDoctor:
     def test_a_bundle_is_compared_with_its_run(
         self, bundle_folder: Path, run_folder: Path, lines: Path
     ) -> None:
-        result = call("verify", bundle_folder, "--checkpoint", run_folder, "--text", lines)
+        result = call("verify", bundle_folder, *FEW, "--checkpoint", run_folder, "--text", lines)
         assert result.exit_code == 0
         assert re.search(r"^beam 4 +12 +12 ", result.stdout, re.M)
         assert result.stdout.startswith("PASSED")

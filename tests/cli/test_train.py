@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.cli.training import SMALLEST
-from tests.commands import call, changed
+from tests.commands import FEW, call, changed
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
@@ -35,7 +35,7 @@ class TestTrain:
         assert exported.exit_code == 0, exported.stderr
         text = tmp_path / "text"
         text.write_bytes(b"".join((run / "corpus" / "test.en").read_bytes().splitlines(True)[:5]))
-        verify: list[str | Path] = ["verify", bundle, "--checkpoint", run, "--text", text]
+        verify: list[str | Path] = ["verify", bundle, *FEW, "--checkpoint", run, "--text", text]
         verified = call(*verify, "--json")
         assert verified.exit_code == 0, verified.stderr
         assert json.loads(verified.stdout)["settings"]["variant"] == "cpu-fp32"

@@ -17,6 +17,7 @@ from transferry.build_model.model.transformer import Transformer, greedy
 from transferry.build_model.train.vocabulary import train_bpe
 from transferry.export.checks.numbers import compare_cases
 from transferry.export.oracle.cases import random_case
+from transferry.export.oracle.effort import Effort
 from transferry.export.oracle.oracle import Oracle
 from transferry.export.rewrite.calibration import Calibration
 from transferry.export.subject.bundle_copy import BundleCopy, add, constant, replace
@@ -111,7 +112,7 @@ def test_every_variant_is_torchs_model(
     request: pytest.FixtureRequest, texts: list[str], variant: str
 ) -> None:
     checkpoint, bundle = side(request, variant)
-    report = verified(checkpoint, bundle, texts[:4], variant)
+    report = verified(checkpoint, bundle, texts[:4], variant, effort=Effort(batch_rows=4))
     assert report.passed, report_text(report)
     if variant in ("portable", "cpu-fp32"):
         assert [item.identical for item in report.decisions][:2] == [4, 4]

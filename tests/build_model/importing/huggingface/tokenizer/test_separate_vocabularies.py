@@ -15,7 +15,7 @@ from tests.build_model.importing.huggingface.small_models import (
     marian_vocabulary,
     spm,
 )
-from tests.commands import done
+from tests.commands import FEW, done
 from tests.traced import unverified
 from transferry.build_model.checkpoint import load_checkpoint
 from transferry.build_model.importing.huggingface.importer import import_pretrained
@@ -110,7 +110,7 @@ def test_answers_and_scores_are_theirs(tmp_path: Path, monkeypatch: pytest.Monke
         given = torch.tensor([[ours.special.bos_id, *labels[:-1]]])
         logits = model(**read, decoder_input_ids=given).logits[0].log_softmax(-1)
         assert abs(row["total"] - logits[range(len(labels)), labels].sum()) < 1e-3
-    done("verify", bundle, "--checkpoint", run, "--text", lines)
+    done("verify", bundle, *FEW, "--checkpoint", run, "--text", lines)
     # Ids as sources are ids of the source's table.
     (row,) = Engine.load(bundle).generate([[len(theirs.encoder)]])
     assert row.error is not None
