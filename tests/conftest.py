@@ -42,7 +42,7 @@ UNTIMED: dict[str, Any] = dict(
         HealthCheck.data_too_large,
     ),
 )
-settings.register_profile("short", max_examples=4, derandomize=True, **UNTIMED)
+settings.register_profile("short", max_examples=3, derandomize=True, **UNTIMED)
 EXAMPLES = int(os.environ.get("EXAMPLES", "2500"))
 settings.register_profile("long", max_examples=EXAMPLES, print_blob=True, **UNTIMED)
 settings.load_profile(os.environ.get("FUZZ", "short"))
@@ -231,18 +231,6 @@ def run_folder(once: Once) -> Path:
 
 
 @pytest.fixture(scope="session")
-def bundle_folder(run_folder: Path, once: Once, traces: None) -> Path:
-    """The bundle of `run_folder`. Copy it before changing anything in it."""
-    return once("bundle", lambda folder: make_bundle(run_folder, folder))
-
-
-@pytest.fixture(scope="session")
-def weight_only_bundle_folder(run_folder: Path, once: Once, traces: None) -> Path:
-    """The bundle of `run_folder` with its weights in int8 too."""
-    return once("weight-only", lambda folder: make_bundle(run_folder, folder, "portable-int8"))
-
-
-@pytest.fixture(scope="session")
 def writer_run_folder(once: Once) -> Path:
     """A run of a decoder alone, made as Llama is."""
     options: dict[str, Any] = dict(
@@ -258,12 +246,6 @@ def writer_run_folder(once: Once) -> Path:
         tied=False,
     )
     return once("writer-run", lambda folder: make_run(folder, PROMPTS, **options))
-
-
-@pytest.fixture(scope="session")
-def writer_bundle_folder(writer_run_folder: Path, once: Once, traces: None) -> Path:
-    """The bundle of `writer_run_folder`."""
-    return once("writer-bundle", lambda folder: make_bundle(writer_run_folder, folder))
 
 
 @pytest.fixture(scope="session")
@@ -291,44 +273,6 @@ def chat_bundle_folder(writer_bundle_folder: Path, once: Once) -> Path:
 
 
 @pytest.fixture(scope="session")
-def whole_bundle_folder(run_folder: Path, once: Once, traces: None) -> Path:
-    """The bundle of `run_folder` with greedy search as one graph."""
-    return once("whole-bundle", lambda folder: make_bundle(run_folder, folder, one_graph=1))
-
-
-@pytest.fixture(scope="session")
-def beam_bundle_folder(run_folder: Path, once: Once, traces: None) -> Path:
-    """The bundle of `run_folder` with a search of 4 beams as one graph."""
-    return once("beam-bundle", lambda folder: make_bundle(run_folder, folder, one_graph=4))
-
-
-@pytest.fixture(scope="session")
-def whole_writer_bundle_folder(writer_run_folder: Path, once: Once, traces: None) -> Path:
-    """The bundle of `writer_run_folder` with greedy search as one graph."""
-    name = "whole-writer-bundle"
-    return once(name, lambda folder: make_bundle(writer_run_folder, folder, one_graph=1))
-
-
-@pytest.fixture(scope="session")
-def fast_bundle_folder(run_folder: Path, once: Once, traces: None) -> Path:
-    """The bundle of `run_folder` with its fused variant in float32."""
-    return once("fast-bundle", lambda folder: make_bundle(run_folder, folder, "cpu-fp32"))
-
-
-@pytest.fixture(scope="session")
-def fast_writer_bundle_folder(writer_run_folder: Path, once: Once, traces: None) -> Path:
-    """The bundle of `writer_run_folder` with its fused variant in float32."""
-    name = "fast-writer-bundle"
-    return once(name, lambda folder: make_bundle(writer_run_folder, folder, "cpu-fp32"))
-
-
-@pytest.fixture(scope="session")
-def device_bundle_folder(run_folder: Path, once: Once, traces: None) -> Path:
-    """The bundle of `run_folder` with a variant for a GPU, which a CPU runs too."""
-    return once("device-bundle", lambda folder: make_bundle(run_folder, folder, "cuda-fp16"))
-
-
-@pytest.fixture(scope="session")
 def reader_run_folder(once: Once) -> Path:
     """A run of an encoder alone, made as BERT is."""
     options: dict[str, Any] = dict(
@@ -345,7 +289,26 @@ def reader_run_folder(once: Once) -> Path:
     return once("reader-run", lambda folder: make_run(folder, PASSAGES, **options))
 
 
-@pytest.fixture(scope="session")
-def reader_bundle_folder(reader_run_folder: Path, once: Once, traces: None) -> Path:
-    """The bundle of `reader_run_folder`."""
-    return once("reader-bundle", lambda folder: make_bundle(reader_run_folder, folder))
+def bundle_of(run: str, name: str, *variants: str, one_graph: int = 0) -> Any:
+    """A fixture of the bundle of a run. Copy it before changing anything in it."""
+
+    @pytest.fixture(scope="session")
+    def made(request: pytest.FixtureRequest, once: Once, traces: None) -> Path:
+        given = request.getfixturevalue(run)
+        return once(name, lambda to: make_bundle(given, to, *variants, one_graph=one_graph))
+
+    return made
+
+
+bundle_folder = bundle_of("run_folder", "bundle")
+weight_only_bundle_folder = bundle_of("run_folder", "weight-only", "portable-int8")
+# Search as one graph: greedy, and with 4 beams.
+whole_bundle_folder = bundle_of("run_folder", "whole-bundle", one_graph=1)
+beam_bundle_folder = bundle_of("run_folder", "beam-bundle", one_graph=4)
+# The fused variant in float32, and one for a GPU, which a CPU runs too.
+fast_bundle_folder = bundle_of("run_folder", "fast-bundle", "cpu-fp32")
+device_bundle_folder = bundle_of("run_folder", "device-bundle", "cuda-fp16")
+writer_bundle_folder = bundle_of("writer_run_folder", "writer-bundle")
+whole_writer_bundle_folder = bundle_of("writer_run_folder", "whole-writer-bundle", one_graph=1)
+fast_writer_bundle_folder = bundle_of("writer_run_folder", "fast-writer-bundle", "cpu-fp32")
+reader_bundle_folder = bundle_of("reader_run_folder", "reader-bundle")
