@@ -1,7 +1,7 @@
 # make setup   the environment in .venv, with everything that training, export and the tests need
 # make test    every check: style, then types and tests side by side
 # make test-all  the tests that `make test` skips: of Ray, onnxruntime 1.17, OpenVINO, CTranslate2, optimum,
-#              PEFT, S3, Google Cloud Storage, Node, Chromium and C++, which it installs; 10 minutes
+#              PEFT, S3, Google Cloud Storage, Node, Chromium and C++, which it installs; 12 minutes
 # make fuzz    the tests of tests/fuzz with EXAMPLES=2500 each: malformed files, options, signals
 # make demo    trains a tiny model on the built-in corpus, exports, verifies and runs it
 # make docs    writes the generated tables of docs/ and js/, and builds the site into build/site

@@ -84,16 +84,11 @@ def test_bad_rows_are_told(bundle: Path, tmp_path: Path) -> None:
     [
         (("--chat", "--messages", "m"), "--messages and --chat exclude each other"),
         (("--column", "c", "--prompt-ids", "m"), "--column and --prompt-ids exclude each other"),
-        (("--system", "x"), "--system has no effect without chat"),
         (
             ("--chat", "--long-rows", "truncate"),
             "--long-rows=truncate and --chat exclude",
         ),
         (("--task", "embed", "--chat"), "--chat has no effect on task embed"),
-        (
-            ("--messages", "m"),
-            "and --messages and --prompt-ids name a column of JSON",
-        ),
     ],
 )
 def test_options_that_do_not_fit_are_refused(
@@ -104,11 +99,3 @@ def test_options_that_do_not_fit_are_refused(
     result = call("run", bundle, lines, *options)
     assert result.exit_code == 2
     assert message in result.stderr
-
-
-def test_a_bundle_without_a_template_is_told(writer_bundle_folder: Path, tmp_path: Path) -> None:
-    lines = tmp_path / "turns.txt"
-    lines.write_text("the cat\n")
-    result = call("run", writer_bundle_folder, lines, "--chat")
-    assert result.exit_code == 2
-    assert "the bundle has no chat template; leave out --chat" in result.stderr

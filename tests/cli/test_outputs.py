@@ -47,7 +47,6 @@ def place(
     ("command", "message"),
     [
         ("run bundle lines.txt -o bundle/manifest.json --force", "lies in bundle, which is the"),
-        ("run bundle lines.txt -o bundle/answers.txt", "lies in bundle, which is the input"),
         ("run bundle lines.txt -o bundle --force", "is not a file|is the input"),
         ("run bundle link -o lines.txt --force", "lines.txt is the input"),
         ("run bundle lines.txt -o link --force", "link is the input"),

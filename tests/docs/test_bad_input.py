@@ -172,6 +172,12 @@ def change_weight(place: Path, change: Callable[[float], float]) -> None:
     save_tensors(place / "run" / WEIGHTS, weights)
 
 
+def with_another_weight(place: Path) -> None:
+    """And with a single sample, which is compared."""
+    (place / "run" / "samples.json").write_text('["six"]')
+    change_weight(place, lambda weight: weight + 1.0)
+
+
 # Rows whose command is bad itself, or names something that does not exist.
 UNCHANGED = (
     *("missing output folder", "name too long for the files beside it", "device as a report"),
@@ -257,9 +263,7 @@ SPOILERS: dict[str, Spoiler] = {
     "missing checkpoint": removed("run/model.safetensors"),
     "truncated checkpoint": truncated("run/model.safetensors"),
     "NaN in a checkpoint": lambda place: change_weight(place, lambda weight: math.nan),
-    "checkpoint with another weight": lambda place: change_weight(
-        place, lambda weight: weight + 1.0
-    ),
+    "checkpoint with another weight": lambda place: with_another_weight(place),
     "interrupted job with another option": lambda place: interrupt(place),
     "model type that is not imported": lambda place: import_of(place, model_type="mamba"),
     "setting that is not imported": lambda place: import_of(

@@ -31,8 +31,10 @@ THOROUGH = "EXAMPLES" in os.environ
 KINDS = [*encoder_decoder.FAMILIES, *decoder_only.FAMILIES]
 SHORT = ["marian", "bart", "m2m_100", "t5", "gpt2", "llama", "gemma3_text", "gpt_neox", "opt"]
 VARIANTS = ("cpu-fp32", "portable")
+# test_family.py exports the options of these.
+ALIKE = ("gpt_neox", "opt")
 CASES = [
-    (kind, variant)
+    pytest.param(kind, variant, marks=pytest.mark.thorough if kind in ALIKE else ())
     for number, kind in enumerate(KINDS if THOROUGH else SHORT)
     for variant in (VARIANTS if THOROUGH else [VARIANTS[number % 2]])
 ]

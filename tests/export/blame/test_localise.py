@@ -364,6 +364,12 @@ def test_values_that_another_operator_renamed_keep_their_modules(
     assert len(same) > 90
 
 
+@pytest.mark.parametrize(
+    "pair",
+    ["", pytest.param("writer_", marks=pytest.mark.thorough), "reader_"],
+    ids=["both", "writer", "reader"],
+    indirect=True,
+)
 def test_the_program_in_float64_is_the_oracle(pair: tuple[Checkpoint, Bundle]) -> None:
     model, bundle = pair[0].model, pair[1]
     oracle = copy.deepcopy(model).double()

@@ -37,8 +37,9 @@ LLAMA: dict[str, Any] = dict(norm="rms", norm_order="pre", activation="swiglu", 
 OPTIONS: dict[str, dict[str, Any]] = {
     "both": {"heads": 2},
     "both, rotary and grouped": {**GROUPED, "decoder_layers": 1},
-    "writer": {**WRITER, "heads": 2, "divide_by_layer": True},
-    "writer, rotary and grouped": {**WRITER, **GROUPED, **LLAMA, "query_key_norm": "head"},
+    "writer, rotary and grouped": dict(
+        **WRITER, **GROUPED, **LLAMA, query_key_norm="head", divide_by_layer=True
+    ),
     "writer, windowed": {**WRITER, **GROUPED, "windows": (5, 0), "query_key_norm": "all"},
 }
 Made = tuple[Transformer, Calibration, dict[str, Graph], FusedDecoder]

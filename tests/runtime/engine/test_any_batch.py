@@ -28,7 +28,7 @@ GREEDY = GenerationOptions(max_length=24, no_repeat_ngram=1)
 BEAM = GenerationOptions(max_length=12, no_repeat_ngram=1, beam=4, n_best=4, length_penalty=0.6)
 SAMPLING = GenerationOptions(max_length=12, sample=True, n_best=2, top_k=50, top_p=0.9, seed=3)
 
-PAIRS = builtin_pairs(50, seed=7)
+PAIRS = builtin_pairs(30, seed=7)
 BROKEN = RowError("undecodable", "byte 3 is not UTF-8")
 LONG = " ".join(f"{pair.source.capitalize()}." for pair in PAIRS[:9])
 TEXTS: list[str | RowError] = [BROKEN, "a", "two", *(pair.source for pair in PAIRS)]

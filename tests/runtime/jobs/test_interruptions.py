@@ -45,7 +45,11 @@ def finish_as_if_never_stopped(source: Path) -> Summary:
 
 @pytest.mark.parametrize(
     ("name", "every"),
-    [("jsonl", 1), pytest.param("csv.gz", 1, marks=pytest.mark.thorough), ("parquet", 9)],
+    [
+        ("jsonl", 3),
+        *(pytest.param(name, 1, marks=pytest.mark.thorough) for name in ("jsonl", "csv.gz")),
+        ("parquet", 9),
+    ],
 )
 def test_a_job_that_is_killed_at_any_step(source: Path, name: str, every: int) -> None:
     if name == "parquet":
