@@ -104,7 +104,6 @@ class Arithmetic(TorchFunctionMode):
     ) -> Any:
         """Computes a function of torch."""
         kwargs = kwargs or {}
-        args = tuple(self._tables.get(id(each), each) for each in args)
         if func is F.linear:
             x, weight, *bias = args
             if (found := self._rounded.get(id(weight))) is not None:
@@ -116,18 +115,23 @@ class Arithmetic(TorchFunctionMode):
         if func is F.embedding and (found := self._rounded.get(id(args[1]))) is not None:
             return found.weight(self.dtype, args[0])
         if func in (F.embedding, Tensor.__getitem__):  # of a large table few rows
+            args = tuple(self._tables.get(id(each), each) for each in args)
             return self._converted(func(*args, **kwargs))
         if self.dtype == torch.float32 or func.__name__ == "__get__":  # such as x.shape
             return func(*args, **kwargs)
         if func is Tensor.new_zeros:  # of a whole embedding only the type is read
             return func(*args, **{"dtype": self.dtype, **kwargs})
-        kwargs = {name: self._converted(value) for name, value in kwargs.items()}
+        if kwargs:
+            kwargs = {name: self._converted(value) for name, value in kwargs.items()}
         return func(*map(self._converted, args), **kwargs)
 
     def _converted(self, value: Any) -> Any:
         """Returns an argument with its tensors converted; lists and tuples are of one level."""
         if isinstance(value, Tensor):
-            return value.to(self.dtype) if value.dtype == torch.float32 else value
+            if value.dtype != torch.float32:
+                return value
+            table = self._tables.get(id(value))
+            return value.to(self.dtype) if table is None else table
         # pytree.tree_map would do, at a third of the time of verifying a small int8 variant.
         if type(value) in (list, tuple):
             return type(value)(map(self._converted, value))

@@ -44,6 +44,7 @@ def sizes(config: ModelConfig, *, seed: int = 0) -> Iterator[Case]:
             for past in sorted(pasts):
                 if batch < 7 or past < 2 or source == 13:
                     case = random_case(config, batch, source, past, seed=seed + number)
+                    case = replace(case, measured=batch == 1)
                     if source > 1:  # special ids are tokens like others: the mask tells padding
                         case.source[0, [0, -1]] = 0, config.source_vocabulary - 1
                     if batch > 2:  # as of texts that differ in spaces or case alone

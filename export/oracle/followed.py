@@ -11,7 +11,7 @@ crossed before, and the outputs must be as exact as in float32.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -34,11 +34,14 @@ from transferry.runtime.ort.open_model import ServedModel, model_class
 from transferry.runtime.ort.session import SessionOptions, open_session
 from transferry.runtime.precision import FLOAT32
 from transferry.runtime.proof.compare import (
+    NEAR,
     Case,
     Comparison,
     Tolerance,
+    Truth,
     compare,
     limited,
+    nearby,
     observe,
     truth,
 )
@@ -107,10 +110,10 @@ class _Call:
     mask: NDArray[np.bool_] | None = None
     prompt: bool = False
 
-    def kept(self, value: Tensor) -> Tensor:
-        """Returns where a value `[..., width]` has a meaning `[...]`."""
-        if self.mask is None or value.dim() == 2:
-            return torch.ones(value.shape[:-1], dtype=torch.bool)
+    def kept(self, value: Tensor) -> Tensor | None:
+        """Returns where a value `[..., width]` has a meaning `[...]`; None for everywhere."""
+        if self.mask is None or value.dim() == 2 or self.mask.all():
+            return None
         there = torch.from_numpy(self.mask)
         return (there if value.dim() == 3 else there[:, None]).expand(value.shape[:-1])
 
@@ -245,74 +248,84 @@ class Followed:
         """Returns integers for the values of a site; see `arithmetic.Shift`."""
         key, steps = (self._call, self._site), x / scale
         self._site += 1
-        if steps.dtype == torch.float32:
-            if key in self._sites:
-                self._sites[key].steps.append(steps)
-            else:
-                self._sites[key] = _Site(*self._nearest(steps, least, most), [steps])
-            return self._sites[key].integers.clone()
+        single, new = steps.dtype == torch.float32, key not in self._sites
+        if new:
+            self._sites[key] = _Site(*self._nearest(steps, least, most), [])
         site = self._sites[key]
-        if self._left > 0:
+        if self._left > 0 and (new or not single):
             self._judge(site, steps, scale, least, most)
+        if single:
+            site.steps.append(steps)
         self._left -= steps.dim() == 4
-        return site.integers.to(steps.dtype)
+        return site.integers.to(steps.dtype, copy=True)
 
     def _nearest(self, steps: Tensor, least: int, most: int) -> tuple[str, Tensor]:
         """Returns the integers of the graph that are nearest to a value, and their name."""
         call = self._calls[self._call]
-        own = steps.round().clamp(least, most)
-        kept = call.kept(steps)
-        places = kept.flatten().nonzero()[:, 0]
-        if not len(places):
+        own, kept = steps.round().clamp_(least, most), call.kept(steps)
+        if kept is not None and not kept.any():
             return "", own
-        few = places[:: max(1, len(places) // SAMPLED)]
-        sample = own.flatten(0, -2)[few]
         among = call.cached if steps.dim() == 4 else call.products
         # A graph reads the same value in each call of its kind; else the nearest one.
         known, best = (self._call > 0, self._site), ("", own, torch.inf)
         names = [name for name, written in among.items() if written.size == steps.numel()]
 
-        def distance(name: str) -> float:
-            given = _signed(among[name], sample, least, few)
-            return (given - sample).abs().mean().item()
-
         def ordered() -> Iterator[str]:
             yield from (name for name in names if name == self._names.get(known))
+            places = torch.arange(own[..., 0].numel()) if kept is None else kept.flatten().nonzero()
+            few = places.flatten()[:: max(1, len(places) // SAMPLED)]
+            sample = own.flatten(0, -2)[few]
+
+            def distance(name: str) -> float:
+                given = _signed(among[name], sample, least, few)
+                return (given - sample).abs().mean().item()
+
             yield from sorted(names, key=distance)
 
         for name in ordered():
             found = _signed(among[name], own, least, slice(None))
-            apart = (found - own).abs()[kept].max().item()
+            distances = (found - own).abs_()
+            apart = (distances if kept is None else distances[kept]).max().item()
             if apart < best[2]:
                 best = name, found, apart
             if apart <= 1:  # a value at a border
                 break
         self._names[known] = best[0]
-        return best[0], torch.where(kept[..., None], best[1], own)
+        return best[0], best[1] if kept is None else torch.where(kept[..., None], best[1], own)
 
     def _judge(self, site: _Site, steps: Tensor, scale: Any, least: int, most: int) -> None:
-        """Compares the integers of a site, and the graph's unrounded value, with float64."""
+        """Compares the integers of a site, and the graph's unrounded value, with torch's.
+
+        With those in float64, once the site has some in float32; else as `nearby` does.
+        """
         call = self._calls[self._call]
         kept = call.kept(steps)
-        exact, integers = steps[kept], site.integers[kept]
-        if not len(exact):
+        if kept is not None and not kept.any():
             return
-        beyond = (exact.clamp(least, most) - integers).abs().amax(dim=-1) - 0.5
+
+        def there(value: Tensor) -> Tensor:
+            return value if kept is None else value[kept]
+
+        exact = there(steps)
+        within = exact.clamp(least, most)
+        beyond = (within - there(site.integers)).abs_().amax(dim=-1).sub_(0.5)
         if not site.name:
             beyond.fill_(torch.inf)
         if site.name in call.rounded:
-            given = torch.from_numpy(call.rounded[site.name]).reshape(steps.shape)[kept]
+            given = there(torch.from_numpy(call.rounded[site.name]).reshape(steps.shape))
             given = (given.to(exact.dtype) / scale).clamp_(least, most)
-            beyond = beyond.maximum((given - exact.clamp(least, most)).abs().amax(dim=-1))
+            beyond = beyond.maximum(given.sub_(within).abs_().amax(dim=-1))
         own = LEAST * exact.abs().amax(dim=-1)
         for single in site.steps:
-            own = own.maximum((single[kept] - exact).abs().amax(dim=-1))
-        own = own.maximum(own.max().minimum(SHARED * own.median()))
-        budget = Tolerance().factor * own
-        place = int((beyond / budget).argmax())
-        error, limit = beyond[place].item(), budget[place].item()
+            own = own.maximum((there(single) - exact).abs_().amax(dim=-1))
+        if site.steps:
+            own = own.maximum(own.max().minimum(SHARED * own.median()))
+        budget = (Tolerance.factor if site.steps else NEAR) * own
+        ratio = beyond.flatten() / budget.flatten()
+        place = int(ratio.argmax())
+        error, limit = beyond.flatten()[place].item(), budget.flatten()[place].item()
         if not error / limit <= self.worst[0] / self.worst[2]:
-            self.worst = error, own[place].item(), limit, site.name
+            self.worst = error, own.flatten()[place].item(), limit, site.name
 
 
 def followed(oracle: Oracle, model: ShownModel, case: Case) -> tuple[Tensors, list[Comparison]]:
@@ -326,8 +339,12 @@ def followed(oracle: Oracle, model: ShownModel, case: Case) -> tuple[Tensors, li
     following = Followed(model, oracle.reference)
     with oracle.reference.rounding(following):
         sides = [oracle.observe(oracle.reference, case)]
+    if not case.measured and not oracle.config.has_head:  # see `Oracle.compared`
+        items = _compared(following, case, nearby(case, sides[0]), found, NEAR)
+        if not any(item.fault for item in items):
+            return found, items
     items = _judged(oracle, following, case, sides, found)
-    if any(item.fault for item in items):  # see `Oracle.compared`
+    if any(item.fault for item in items):
         with oracle.reference.rounding(following):
             sides += oracle.shaken(case, SHAKES)
         items = _judged(oracle, following, case, sides, found)
@@ -345,7 +362,14 @@ def _judged(
     if oracle.config.has_head:
         moved, least = moved_heads(oracle.exact.encoder, case.mask, *sides)
         sides += moved
-    judged = truth(case, *sides, least=least)
+    expected = truth(case, *sides, least=least)
+    return _compared(following, case, expected, found, Tolerance.factor)
+
+
+def _compared(
+    following: Followed, case: Case, expected: Truth, found: Tensors, factor: float
+) -> list[Comparison]:
     *numbers, where = following.worst
     integers = limited(case.name, f"integers of {where or 'a product'}", case.stage, *numbers)
-    return [integers, *compare(case, judged, found, Tolerance.of(FLOAT32.name))]
+    tolerance = replace(Tolerance.of(FLOAT32.name), factor=factor)
+    return [integers, *compare(case, expected, found, tolerance)]

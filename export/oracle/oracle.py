@@ -136,13 +136,12 @@ class Oracle:
         """Compares every tensor of a case, or only some.
 
         With torch in float32 first; float64 takes twice its time, and measures what is not near.
-        Cases of one row are measured in any case, for torch's own error.
 
         Where a position hangs on one number, as where a softmax is nearly a choice, torch may by
         chance round that to much less than its usual error. So an error beyond its limit is
         compared with the largest error of several roundings.
         """
-        if self.doubts and len(case.source) > 1 and not self.config.has_head:
+        if self.doubts and not case.measured and not self.config.has_head:
             near = self.truth(case, SINGLE), found, replace(self.tolerance, factor=NEAR)
             items = compare(case, *near, only)
             if not any(item.fault for item in items):

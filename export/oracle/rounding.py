@@ -149,7 +149,8 @@ class _IntegerMemory(MultiHeadAttention):
     def project(self, x: Tensor, rotation: Rotation | None = None) -> KeyValues:
         """See `MultiHeadAttention.project`."""
         exact, shift = super().project(x, rotation), _IntegerMemory.shift
-        return KeyValues(*(round_to(each, 1.0, shift, LOWEST, LARGEST) for each in exact))
+        with torch._C.DisableTorchFunction():  # nothing is left to convert
+            return KeyValues(*(round_to(each, 1.0, shift, LOWEST, LARGEST) for each in exact))
 
 
 class _Int8Arithmetic(Arithmetic):

@@ -88,6 +88,7 @@ class Case:
         rows: `[rows]` int64, the rows of the batch that the compared step runs on, in this order,
             as a search drops, repeats and reorders them; None for all of them, unchanged.
         stage: One of `STAGES`, for all tensors but those of `start`; by default what `past` says.
+        measured: Whether torch's own error is measured however near torch the model is.
     """
 
     name: str
@@ -97,6 +98,7 @@ class Case:
     past: int
     rows: NDArray[np.int64] | None = None
     stage: str = ""
+    measured: bool = False
 
     def __post_init__(self) -> None:
         if not self.stage:

@@ -169,7 +169,7 @@ def test_only_what_is_not_near_torch_is_measured_in_float64(oracle: Oracle) -> N
         assert [item.tensor for item in found if item.fault] == [name] * fault
     watched.compared(case, honest)
     assert asked == [case] * 5  # faults twice; the last comparison is near torch
-    alone = random_case(oracle.config, 1, 5, 2, seed=7)
+    alone = replace(random_case(oracle.config, 1, 5, 2, seed=7), measured=True)
     watched.compared(alone, observe(oracle.reference, alone))
     assert asked[5:] == [alone]  # for torch's own error
 
