@@ -210,8 +210,8 @@ class AnyTokenizer(ABC):
         if not self.special_texts():
             raise UsageError(
                 *(Option("special_tokens"), "=as-tokens has no effect: the bundle's tokenizer "),
-                "names no texts of special tokens. Leave it out; or import and export a model "
-                "of an earlier version again",
+                "names no texts of special tokens, as ByT5's does. Leave it out; a model of "
+                "an earlier version can be imported and exported again",
             )
         self.reads_special = True
         if self.longest_token is not None:

@@ -34,9 +34,10 @@ def byte_tokenizer(
                 f"{pretrained.folder}: expected the special tokens of ByT5 below {first} and from "
                 f"{first + 256} on, found {text!r} with the id {token}; {REMEDY}"
             )
-    pretrained.notes.append(
-        "bytes that are no UTF-8 become U+FFFD in answers, where transformers drops them"
-    )
+    pretrained.notes += [
+        "bytes that are no UTF-8 become U+FFFD in answers, where transformers drops them",
+        "texts such as </s> are always read as bytes, where transformers reads special tokens",
+    ]
     special = dataclasses.replace(special, after=(special.eos_id,))
     ranks = {bytes([byte]): byte for byte in range(256)}
     try:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 
 from transferry.build_model.importing.huggingface import decoder_only, encoder_decoder, encoder_only
-from transferry.build_model.importing.huggingface.folder import REMEDY, PretrainedFolder, Settings
+from transferry.build_model.importing.huggingface.folder import REMEDY, PretrainedFolder
 from transferry.build_model.importing.huggingface.tokenizer.byte_tokenizer import byte_tokenizer
 from transferry.build_model.importing.huggingface.tokenizer.chat_template import (
     chat_template,
@@ -23,8 +22,8 @@ from transferry.build_model.importing.huggingface.tokenizer.fast_tokenizer impor
     read_fast_tokenizer,
     require_files,
 )
+from transferry.build_model.importing.huggingface.tokenizer.ranks import ranks_of
 from transferry.build_model.model.config import ModelConfig
-from transferry.build_model.train.vocabulary import byte_of_character
 from transferry.runtime.errors import InputError
 from transferry.runtime.io.documents import read_document
 from transferry.runtime.io.whole import MOST_BYTES, read_bytes
@@ -100,45 +99,63 @@ def marian_tokenizer(pretrained: PretrainedFolder, config: ModelConfig) -> AnyTo
                 f"embeds, found {largest}; {REMEDY}"
             )
     require_files(folder, *kind.names)
-    texts = _special_texts(pretrained, "MarianTokenizer", "PythonBackend")
-    special = SpecialTokens(pad_id=pad, bos_id=begin, eos_id=eos, after=(end,), texts=texts)
+    special = SpecialTokens(pad_id=pad, bos_id=begin, eos_id=eos, after=(end,))
     files = {name: read_bytes(folder / name) for name in kind.names}
-    settings.only("sp_model_kwargs", {})
-    return _cleaning(settings, _third_party(kind, files, special, config, str(folder)))
+    return _pair(pretrained, config, "MarianTokenizer", files, special, kind)
 
 
-def _special_texts(pretrained: PretrainedFolder, *classes: str) -> dict[str, int]:
-    """Returns the special tokens of tokenizer_config.json by their texts, as far as they have ids.
+def _special_texts(pretrained: PretrainedFolder, name: str, size: int) -> dict[str, int]:
+    """Returns the special tokens of tokenizer_config.json by their texts, with their ids.
 
     Those are tokens of their own in a text for transformers, and text for SentencePiece.
 
     Args:
         pretrained: The folder.
-        classes: Names of the tokenizer's class.
+        name: Name of the tokenizer's class.
+        size: Number of ids of the model; tokens beyond it stay text.
 
     Raises:
         InputError: The folder names another class.
     """
     settings = pretrained.tokenizer
-    names = [*classes, *(f"{name}Fast" for name in classes)]
-    settings.choice("tokenizer_class", {name: name for name in names}, classes[0])
+    names = (name, f"{name}Fast", "PythonBackend", "PythonBackendFast")
+    settings.choice("tokenizer_class", dict.fromkeys(names), name)
     path = pretrained.folder / "vocab.json"
-    table = read_document(path, dict[str, int], REMEDY, most=MOST_BYTES)
+    ids = read_document(path, dict[str, int], REMEDY, most=MOST_BYTES)
+    listed = dict(added_tokens(pretrained))
+    values = settings.values if listed else pretrained.special_tokens.values | settings.values
     usual = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
-    usual = {name: "" for name in settings.values if name.endswith("_token")} | usual
-    named = [settings.get(name, text) for name, text in usual.items()]
-    named += [text for text, _ in added_tokens(pretrained)]
-    for name in ("extra_special_tokens", "additional_special_tokens"):
-        more = settings.get(name, [])
-        named += more if isinstance(more, list) else []
+    named = [text for text in usual.values() if text in ids]
+    for name in sorted(values, key=lambda name: "special_tokens" in name):  # as transformers
+        if "special_tokens" in name or name.endswith("_token"):
+            settings.get(name)
+            pretrained.special_tokens.get(name)
+            named += values[name] if isinstance(values[name], list) else [values[name]]
     texts = [each.get("content") if isinstance(each, dict) else each for each in named]
-    return {text: table[text] for text in texts if isinstance(text, str) and text in table}
+    texts = [*listed, *(text for text in texts if isinstance(text, str))]
+    for text in texts:  # transformers numbers new ones from the size of the table on
+        ids.setdefault(text, listed.get(text, len(ids)))
+    if beyond := [text for text in dict.fromkeys(texts) if ids[text] >= size]:
+        pretrained.notes.append(f"{', '.join(beyond)} left out, since the model has {size} tokens")
+    return {text: ids[text] for text in texts if ids[text] < size}
 
 
-def _cleaning(settings: Settings, tokenizer: AnyTokenizer) -> AnyTokenizer:
-    assert isinstance(tokenizer, SentencePiecePair)
-    tokenizer.cleans = settings.flag("clean_up_tokenization_spaces", False)
-    return tokenizer
+def _pair(
+    pretrained: PretrainedFolder,
+    config: ModelConfig,
+    name: str,
+    files: Mapping[str, bytes],
+    special: SpecialTokens,
+    kind: type[SentencePiecePair] = SentencePiecePair,
+) -> AnyTokenizer:
+    settings = pretrained.tokenizer
+    texts = _special_texts(pretrained, name, config.source_vocabulary)
+    special = dataclasses.replace(special, texts=texts)
+    made = _third_party(kind, files, special, config, str(pretrained.folder))
+    assert isinstance(made, SentencePiecePair)
+    settings.only("sp_model_kwargs", {})
+    made.cleans = settings.flag("clean_up_tokenization_spaces", False)
+    return made
 
 
 def sequence_tokenizer(pretrained: PretrainedFolder, config: ModelConfig) -> AnyTokenizer:
@@ -221,16 +238,11 @@ def _m2m_tokenizer(
     languages = {name: len(table) + number for number, name in enumerate(names.split())}
     special = _with_languages(pretrained, special, LANGUAGE_CLASSES["M2M100Tokenizer"], languages)
     pretrained.tokenizer.get("num_madeup_words")  # ids without text
-    pretrained.tokenizer.only("sp_model_kwargs", {})
-    table |= {f"__{name}__": number for name, number in languages.items()}
+    named = {f"__{name}__": number for name, number in languages.items()}
     pieces = read_bytes(folder / M2M_PIECES, MOST_BYTES)
     files = {"source.spm": pieces, "target.spm": pieces}
-    files["vocab.json"] = json.dumps(table, ensure_ascii=False).encode()
-    named = {f"__{name}__": number for name, number in languages.items()}
-    texts = _special_texts(pretrained, "M2M100Tokenizer", "PythonBackend") | named
-    special = dataclasses.replace(special, texts=texts)
-    made = _third_party(SentencePiecePair, files, special, config, str(folder))
-    return _cleaning(pretrained.tokenizer, made)
+    files["vocab.json"] = json.dumps(table | named, ensure_ascii=False).encode()
+    return _pair(pretrained, config, "M2M100Tokenizer", files, special)
 
 
 def decoder_tokenizer(pretrained: PretrainedFolder, config: ModelConfig) -> AnyTokenizer:
@@ -272,7 +284,9 @@ def _read(pretrained: PretrainedFolder, config: ModelConfig) -> FastTokenizer:
     try:
         found = found.below(config.vocabulary_size)
     except InputError as error:
-        raise InputError(f"{pretrained.folder}: {error}") from error
+        numbered = pretrained.config.get("model_type") == "pegasus"
+        also = ", or lower offset in tokenizer_config.json to that of the training"
+        raise InputError(f"{pretrained.folder}: {error}{also if numbered else ''}") from error
     pretrained.notes += found.notes
     return found
 
@@ -311,48 +325,6 @@ def _as_ranks(found: FastTokenizer, tokenizer: AnyTokenizer) -> AnyTokenizer | N
         )
     except InputError:
         return None
-
-
-def ranks_of(
-    vocabulary: Mapping[str, int], merges: Sequence[Sequence[str]]
-) -> tuple[dict[bytes, int], int] | None:
-    """Converts ids and merges to tiktoken's ranks, if both split every text alike.
-
-    tiktoken has no merges: it joins any two neighbours that form a token, lowest rank first. The
-    result is the same if ids ascend in the order of the merges and every token is reached by its
-    own merge; both are checked.
-
-    Returns:
-        The ranks, and the id of rank 0; None if tiktoken would split text differently.
-    """
-    byte_of = byte_of_character()
-    order = [*byte_of, *("".join(merge) for merge in merges)]
-    try:
-        ids = [vocabulary[token] for token in order]
-        tokens = [bytes(byte_of[character] for character in token) for token in order]
-    except KeyError:  # a byte, or the token of a merge
-        return None
-    first = min(ids)
-    # The bytes may have any order, as long as they come first.
-    if sorted(ids[:256]) + ids[256:] != list(range(first, first + len(ids))):
-        return None
-    ranks = {token: number - first for token, number in zip(tokens, ids, strict=True)}
-    for token, (left, right) in zip(tokens[256:], merges, strict=True):
-        if [len(piece) for piece in _joined(token, ranks)] != [len(left), len(right)]:
-            return None
-    return ranks, first
-
-
-def _joined(token: bytes, ranks: Mapping[bytes, int]) -> list[bytes]:
-    """BPE of a token by the ranks below its own."""
-    pieces = [token[place : place + 1] for place in range(len(token))]
-    while True:
-        pairs = [ranks.get(left + right, len(ranks)) for left, right in pairwise(pieces)]
-        lowest = min(pairs, default=len(ranks))
-        if lowest >= ranks[token]:
-            return pieces
-        place = pairs.index(lowest)
-        pieces[place : place + 2] = [pieces[place] + pieces[place + 1]]
 
 
 def _sentencepiece(pretrained: PretrainedFolder, config: ModelConfig) -> AnyTokenizer:

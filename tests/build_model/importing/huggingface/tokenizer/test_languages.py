@@ -78,7 +78,13 @@ KINDS: dict[str, Kind] = {
     "mBART-50": (lambda folder: mbart(folder, "MBart50Tokenizer"), "mbart", [*MBART, "hr_HR"]),
     "mBART-50, named elsewhere": (mbart50_of_config, "mbart", MBART),
     "M2M-100": (m2m, "m2m_100", [*M2M, "zu"]),
-    "WMT 21": (lambda folder: m2m(folder, language_codes="wmt21"), "m2m_100", [*M2M, "ha"]),
+    "WMT 21": (
+        lambda folder: m2m(
+            folder, language_codes="wmt21", additional_special_tokens=["__de__", "<new>"]
+        ),
+        "m2m_100",
+        [*M2M, "ha"],
+    ),
 }
 
 
@@ -120,6 +126,8 @@ def test_a_source_is_marked_as_theirs(kind: str, tmp_path: Path) -> None:
     assert row.error is not None
     assert row.error.kind == "language"
     assert "there is no language 'Klingon'; the bundle's tokenizer has " in row.error.message
+    ours.read_special_tokens()  # of M2M-100, languages only where the folder lists them
+    assert texts.encode(["__de__ x <new>"])[0].ids == theirs("__de__ x <new>").input_ids
 
 
 def test_a_language_that_the_folder_lacks_is_refused(tmp_path: Path) -> None:

@@ -277,13 +277,17 @@ def test_without_transformers_the_command_that_installs_it_is_told(
 def test_marian_cleans_up_as_its_class_does(cleans: bool, tmp_path: Path) -> None:
     size = marian_vocabulary(tmp_path)
     settings = {"clean_up_tokenization_spaces": cleans, "tokenizer_class": "MarianTokenizer"}
+    settings["additional_special_tokens"] = ["<new>", "▁the", "<beyond>"]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     ids = {"eos_token_id": 0, "pad_token_id": size - 1, "decoder_start_token_id": size - 1}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "marian", **ids}))
-    shape = ModelConfig(size, 8, 2, 1, 1, 8, architecture="encoder-decoder")
-    ours = TOKENIZERS["marian"](PretrainedFolder(tmp_path), shape)
+    shape = ModelConfig(size + 1, 8, 2, 1, 1, 8, architecture="encoder-decoder")
+    folder = PretrainedFolder(tmp_path)
+    ours = TOKENIZERS["marian"](folder, shape)
+    assert folder.notes == [f"<beyond> left out, since the model has {size + 1} tokens"]
     saved = require_saved(ours, tmp_path)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    require_their_tokens(saved, theirs, ["x <new> the", "on ▁the <new></s>"])
     vocabulary = json.loads((tmp_path / "vocab.json").read_text())
     pieces = ["▁", "h", "e", "▁", ",", "▁", "'", "s", "▁", "."]
     written = [vocabulary[piece] for piece in pieces if piece in vocabulary]
@@ -312,7 +316,8 @@ def test_bytes_of_byt5_are_theirs(tmp_path: Path) -> None:
         assert ours.decode([*wanted, 0, 259, 383]) == theirs.decode(
             [*wanted, 0, 259, 383], skip_special_tokens=True
         )
-    with pytest.raises(UsageError, match="names no texts of special tokens"):
+    assert "texts such as </s> are always read as bytes" in checkpoint.notes[1]
+    with pytest.raises(UsageError, match="special tokens, as ByT5's does"):
         ours.read_special_tokens()
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
     settings["added_tokens_decoder"]["7"] = settings["added_tokens_decoder"].pop("260")
