@@ -45,9 +45,8 @@ HARMLESS = {
 
 TOKENS = [[5, 6, 7], [8, 9, 10, 11]]  # of texts
 SHOWN = (  # kinds of random faults
-    *("noise by value", "a nonlinear output", "a lower precision", "embeddings late in a batch"),
-    *("one position", "with one token", "with padding", "an index off", "an entry of an output"),
-    *("another operator", "an operator skipped"),
+    *("noise by value", "a lower precision", "one position", "with padding"),
+    *("an entry of an output", "another operator"),
 )
 
 
@@ -279,9 +278,9 @@ def test_answers_alone_show_random_faults(
     for fault in drawn:
         with contextlib.suppress(InputError):  # it has no place in this variant
             planted += [each for each in gate.plant([fault], folder) if each is not None]
-    assert len(planted) >= 9
+    assert len(planted) >= 5
     changing = [item for item in planted if item.changes_answer]
     hidden = [item for item in changing if item.caught_by in ("", WEIGHTS, GRAPHS)]
     # In int8 a value at a border may hide a small one.
-    assert len(hidden) <= (0 if gate.subject.variant.exact else 4), hidden
-    assert len(changing) >= 8
+    assert len(hidden) <= (0 if gate.subject.variant.exact else 2), hidden
+    assert len(changing) >= 4

@@ -1,7 +1,5 @@
 """A decoder-only bundle goes on with each prompt as it would with that prompt alone."""
 
-import itertools
-import random
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,7 +11,6 @@ from transferry.build_model.checkpoint import Checkpoint, load_checkpoint
 from transferry.build_model.model.transformer import Transformer
 from transferry.build_model.train.corpus import builtin_pairs
 from transferry.runtime.bundle.bundle import Bundle
-from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.decoding.search import search
 from transferry.runtime.engine.engine import Engine
@@ -23,8 +20,6 @@ from transferry.runtime.ort.portable_decoder import PortableDecoder
 from transferry.runtime.ort.session import SessionOptions
 
 GREEDY = GenerationOptions(max_length=12, no_repeat_ngram=1)
-BEAM = GenerationOptions(max_length=12, no_repeat_ngram=1, beam=3, n_best=3)
-SAMPLING = GenerationOptions(max_length=12, sample=True, n_best=2, top_k=50, seed=3)
 
 
 @pytest.fixture(scope="module")
@@ -117,35 +112,6 @@ def test_greedy_search_is_the_plain_loop_without_cache_and_padding(
     found = [list(result.hypotheses[0].tokens) for result in engine.generate(prompts, options)]
     assert found == expected
     assert len(set(map(tuple, found))) > len(prompts) // 2
-
-
-@pytest.mark.parametrize("options", [GREEDY, BEAM, SAMPLING], ids=["greedy", "beam", "sampling"])
-def test_a_prompt_is_answered_as_it_is_alone(
-    engine: Engine, prompts: list[str], options: GenerationOptions
-) -> None:
-    tokenizer = engine.bundle.tokenizer
-    alone = [
-        [
-            hypothesis.tokens
-            for hypothesis in search(
-                engine.decoder,
-                [tokenizer.encode(prompt)],
-                options,
-                tokenizer.special,
-                row_ids=[row],
-            )[0]
-        ]
-        for row, prompt in enumerate(prompts)
-    ]
-    for rows, tokens in itertools.product((1, 7, 64), (40, 4096)):
-        batches = BatchOptions(rows=rows, tokens=tokens, window=23)
-        cut = Engine(engine.bundle, engine.model, replicas=2, batches=batches)
-        assert outputs(list(cut.generate(prompts, options))) == alone
-    if not options.sample:
-        shuffled = list(enumerate(prompts))
-        random.Random(1).shuffle(shuffled)
-        found = outputs(list(engine.generate([prompt for _, prompt in shuffled], options)))
-        assert found == [alone[row] for row, _ in shuffled]
 
 
 def test_answers_end_where_the_positions_end(engine: Engine, prompts: list[str]) -> None:
