@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from transferry.runtime.engine.engine import Engine
-from transferry.runtime.errors import InputError, UsageError, install_command
+from transferry.runtime.errors import LOG, InputError, UsageError, install_command
 from transferry.runtime.hardware import usable_cores
 from transferry.runtime.io.outputs import STANDARD_STREAM
 from transferry.runtime.jobs.distribution import LOST, Call, ChunkRunner, Worker
@@ -39,12 +39,14 @@ from transferry.runtime.tables import counted
 # Defaults: nothing leaves the machine.
 ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0"}
 # Ray's own lines, in the folder of the job.
-LOG = "ray.log"
+RAY_LOG = "ray.log"
 # HTTP/2 with empty settings. gRPC, which Ray speaks, answers with a frame of type 4: its settings.
 _HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 # Seconds between two looks at the cluster, and without its head until the job stops: after 60, Ray
 # ends this process without a word.
 _LOOK_EVERY, _PATIENCE = 5.0, 30.0
+# Seconds of a start until the warning, and until the command ends.
+_SLOW, _HUNG = 30.0, 180.0
 
 
 def ray_job(
@@ -128,7 +130,7 @@ class RayRunner(ChunkRunner):
         """Connects to Ray and sets the number of workers; keeps a connection that exists."""
         begun = not self._ray.is_initialized()
         cores, gpus = _needs(job)
-        path = job.folder / LOG if job.folder.exists() else Path(os.devnull)
+        path = job.folder / RAY_LOG if job.folder.exists() else Path(os.devnull)
         with (
             path.open("a") as log,
             contextlib.redirect_stdout(_Apart(log)),
@@ -153,7 +155,8 @@ class RayRunner(ChunkRunner):
         terminated = signal.getsignal(signal.SIGTERM)
         try:
             # Where Ray hangs on this machine, its C++ code writes to stderr and ends the process.
-            self._ray.init(address, log_to_driver=False, **own)
+            with watched_start(address):
+                self._ray.init(address, log_to_driver=False, **own)
         except (ConnectionError, ImportError, ValueError, self._ray.exceptions.RayError) as error:
             if "authentication" in f"{error} {error.__cause__}":
                 raise InputError(
@@ -186,6 +189,35 @@ class RayRunner(ChunkRunner):
                 f"{wanted or 1}; lower --workers, --replicas or --threads, or add machines"
             )
         return wanted or room
+
+
+@contextlib.contextmanager
+def watched_start(
+    address: str, slow: float = _SLOW, hung: float = _HUNG, end: Callable[[int], Any] = os._exit
+) -> Iterator[None]:
+    """Tells of a start of Ray that lasts, and ends this process where it never returns.
+
+    It can hang in C++ code, which neither signals nor exceptions of Python stop.
+    """
+
+    def give_up() -> None:
+        LOG.error(
+            "Ray (%s) did not start within %.0f s: see /tmp/ray/session_latest/logs, end other "
+            "programs or name a cluster with --ray-address, then run the command again",
+            *(address, hung),
+        )
+        end(3)
+
+    told = f"Ray ({address}) has not started for {slow:.0f} s; waiting {hung - slow:.0f} s more"
+    timers = threading.Timer(slow, LOG.warning, [told]), threading.Timer(hung, give_up)
+    for timer in timers:
+        timer.daemon = True
+        timer.start()
+    try:
+        yield
+    finally:
+        for timer in timers:
+            timer.cancel()
 
 
 def require_cluster(address: str, seconds: float = 10.0) -> None:

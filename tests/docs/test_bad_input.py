@@ -187,6 +187,7 @@ UNCHANGED = (
     *("all standard streams closed", "reader of standard output that leaves"),
     *("terminal of 10 columns", "no home folder", "limit on memory", "limit on memory for torch"),
     *("folder that is not a bundle", "unknown option", "conflicting options"),
+    *("output on a web server", "unknown kind of URL", "partition elsewhere"),
     *("chat without a template", "token ids in a text file", "system message without a chat"),
     *("missing bundle", "absent checkpoint, before torch is loaded", "input and bundle swapped"),
     *("bundle in place of a checkpoint", "bundle that is imported", "value of the wrong type"),

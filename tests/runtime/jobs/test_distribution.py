@@ -41,7 +41,7 @@ from transferry.runtime.jobs.job_options import JobOptions
 from transferry.runtime.jobs.journal import Chunk, Journal, parts_of
 from transferry.runtime.jobs.merge import merge
 from transferry.runtime.jobs.plan import Plan
-from transferry.runtime.jobs.ray_job import RayCrew, require_cluster, room_for
+from transferry.runtime.jobs.ray_job import RayCrew, require_cluster, room_for, watched_start
 from transferry.runtime.jobs.summary import Summary, summary_path
 
 
@@ -307,6 +307,18 @@ def test_an_address_that_is_not_of_ray_is_refused() -> None:
         pytest.raises(InputError, match=rf"cluster at {other}: the server there is not Ray's"),
     ):
         require_cluster(other)
+
+
+def test_a_start_that_hangs_is_told_and_ended(caplog: pytest.LogCaptureFixture) -> None:
+    ended = threading.Event()
+    with watched_start("local", 60, 60):
+        pass
+    with watched_start("local", 0.01, 0.05, lambda code: ended.set() if code == 3 else None):
+        assert ended.wait(10)
+    told = [record.getMessage() for record in caplog.records]
+    assert told[0] == "Ray (local) has not started for 0 s; waiting 0 s more"
+    assert told[1].startswith("Ray (local) did not start within 0 s: see /tmp/ray/")
+    assert len(told) == 2
 
 
 def test_a_cluster_that_has_gone_away_ends_the_job() -> None:

@@ -17,7 +17,7 @@ from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.jobs.estimate import estimate
 from transferry.runtime.jobs.job import Job
 from transferry.runtime.jobs.job_options import JobOptions, RayOptions
-from transferry.runtime.jobs.ray_job import ENVIRONMENT, LOG, ray_job
+from transferry.runtime.jobs.ray_job import ENVIRONMENT, RAY_LOG, ray_job
 from transferry.runtime.jobs.summary import Summary
 
 os.environ.update(ENVIRONMENT)
@@ -128,7 +128,7 @@ def test_without_ray_on_its_machine_the_command_ends(
     said = list[str]()
     with pytest.raises(InputError, match=r"Ray has ended on the machine.*rows are saved in"):
         job.run(once_saved(cluster.head_node.kill_raylet))
-    assert "Raylet is terminated" in (job.folder / LOG).read_text()
+    assert "Raylet is terminated" in (job.folder / RAY_LOG).read_text()
     load, local = partial(Deadly, tmp_path), RayOptions("ray", ray_address="local", workers=2)
     again = ray_job(load, *options(sources), local)
     assert again.run(say=said.append).resumed == 1
