@@ -392,7 +392,7 @@ def test_a_row_is_the_same_to_the_bit_in_any_batch(subject: Subject, name: str) 
             found += scored(output)
         return found
 
-    for length in (*range(1, 10), 13, 16, 17, 20):
+    for length in (1, 2, 3, 5, 7, 8, 9, 16, 17):
         (row,) = random_rows([length], seed=length)
         alone = steps([row])
         for more, count in product((0, 1, 3, 17), (1, 5)):

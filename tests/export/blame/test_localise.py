@@ -49,7 +49,7 @@ def find(
     session: SessionOptions | None = None,
 ) -> Origin | None:
     given = model, bundle, variant or bundle.variant(), session or SessionOptions()
-    return localise.localise(*given, Tolerance(), list(sweep(model.config)))
+    return localise.localise(*given, Tolerance(), list(sweep(model.config))[::3])
 
 
 def found(model: Transformer, bundle: Bundle, variant: Variant | None = None) -> Origin:
