@@ -170,7 +170,12 @@ class TorchEncoder:
         return found
 
 
-def moved_heads(exact: TorchEncoder, mask: Mask, *sides: Tensors) -> tuple[list[Tensors], float]:
+def moved_heads(
+    exact: TorchEncoder,
+    mask: Mask,
+    *sides: Tensors,
+    held: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+) -> tuple[list[Tensors], float]:
     """Returns outputs of the head for hidden states with torch's error, and their unit.
 
     A head outputs few numbers, and torch may by chance round no number: its error on one text
@@ -181,6 +186,7 @@ def moved_heads(exact: TorchEncoder, mask: Mask, *sides: Tensors) -> tuple[list[
         exact: The oracle.
         mask: True at a token `[rows, source]`.
         sides: Tensors of the oracle, and of torch in float32.
+        held: Entered for each moved state; may hold the integers that its values are rounded to.
     """
     oracle, reference = (side["hidden"].astype(np.float64) for side in sides[:2])
     there = mask[..., None]
@@ -192,7 +198,8 @@ def moved_heads(exact: TorchEncoder, mask: Mask, *sides: Tensors) -> tuple[list[
     unit = 0.0
     for _ in range(MOVES):
         signs = generator.choice([-1.0, 1.0], oracle.shape)
-        moved.append({**sides[1], "head": exact.head(oracle + error * signs, mask)})
+        with held():
+            moved.append({**sides[1], "head": exact.head(oracle + error * signs, mask)})
         drawn = exact.head(size * signs, mask)
         unit = max(unit, float(np.abs(drawn[mask] if drawn.ndim > 2 else drawn).max(initial=0.0)))
     return moved, unit

@@ -22,7 +22,10 @@ from transferry.export.bundle import Contents
 from transferry.export.checks.check import prove
 from transferry.export.checks.files import written
 from transferry.export.checks.tasks import ServedTasks
+from transferry.export.oracle.cases import random_case
+from transferry.export.oracle.followed import ShownModel, followed
 from transferry.export.oracle.oracle import Oracle
+from transferry.export.rewrite.calibration import Calibration
 from transferry.export.verify import Request
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.tasks import embed
@@ -63,7 +66,10 @@ def weights(theirs: Theirs, text: str, *, strategy: str = "max", twice: bool = F
     [
         ("bert", {"pooling_strategy": "max", "activation_function": "relu"}),
         ("distilbert", {"pooling_strategy": "sum", "activation_function": "log1p_relu"}),
-        ("roberta", {"pooling_strategy": "max", "activation_function": "log1p_relu"}),
+        pytest.param(
+            *("roberta", {"pooling_strategy": "max", "activation_function": "log1p_relu"}),
+            marks=pytest.mark.thorough,
+        ),
         ("modernbert", {"pooling_strategy": "sum", "word_embedding_dimension": None}),
     ],
 )
@@ -145,6 +151,22 @@ def test_batches_are_verified_and_faults_seen(made: Made, monkeypatch: pytest.Mo
         monkeypatch.setattr(embed._SparseCall, "result", wrong)
         found = prove([tasks.check(engine.bundle, model, model.batches)])
     assert {each.tensor for each in found.comparisons if each.fault} == {"embed"}
+
+
+def test_in_8_bits_the_head_is_as_exact_as_in_float32(made: Made, tmp_path: Path) -> None:
+    model, special = made.checkpoint.model, made.checkpoint.tokenizer.special
+    given = Contents(variants=["cpu-int8"], calibrate=[*TEXTS, *SEVERAL])
+    unverified(made.checkpoint, tmp_path / "bundle", given)
+    with Engine.load(tmp_path / "bundle", variant="cpu-int8") as engine:
+        variant = engine.bundle.variant("cpu-int8")
+        shown = ShownModel(engine.bundle, engine.model)
+        calibration = Calibration.of(engine.bundle, variant)
+        oracle = Oracle.of(model, special, Tolerance.of("int8"), calibration=calibration)
+        for seed in (4, 20):  # a state moved across a border of two integers is none of torch's
+            case = random_case(model.config, 1, 60, 0, seed=seed)
+            found = followed(oracle, shown, case)[1]
+            assert not [item.fault for item in found if item.fault]
+            assert max(item.budget for item in found[1:]) < 1e-4
 
 
 def test_jobs_write_sparse_columns(made: Made, tmp_path: Path) -> None:
