@@ -9,6 +9,7 @@ import json
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,7 +19,10 @@ from tests.build_model.importing.huggingface.drawn import (
     exact,
     transformers,
 )
-from tests.build_model.importing.huggingface.small_models import marian_vocabulary
+from tests.build_model.importing.huggingface.small_models import (
+    llama_pieces,
+    marian_vocabulary,
+)
 from tests.traced import TRACES
 from transferry.build_model.checkpoint import load_checkpoint
 from transferry.build_model.importing.huggingface import decoder_only, encoder_decoder
@@ -26,10 +30,15 @@ from transferry.build_model.importing.huggingface.importer import import_pretrai
 from transferry.export import bundle as exporting
 from transferry.export.bundle import export_bundle
 from transferry.runtime.engine.engine import Engine
+from transferry.runtime.proof.recorded import vectors
+from transferry.runtime.tokenizer.third_party import (
+    SentencePiecePair,
+    SentencePieceTokenizer,
+)
 
 THOROUGH = "EXAMPLES" in os.environ
 KINDS = [*encoder_decoder.FAMILIES, *decoder_only.FAMILIES]
-SHORT = ["marian", "bart", "m2m_100", "t5", "gpt2", "llama", "gemma3_text", "gpt_neox", "opt"]
+SHORT = ["bart", "marian", "m2m_100", "t5", "gpt2", "llama", "gemma3_text", "gpt_neox", "opt"]
 VARIANTS = ("cpu-fp32", "portable")
 # test_family.py exports the options of these.
 ALIKE = ("gpt_neox", "opt")
@@ -38,12 +47,18 @@ CASES = [
     for number, kind in enumerate(KINDS if THOROUGH else SHORT)
     for variant in (VARIANTS if THOROUGH else [VARIANTS[number % 2]])
 ]
+OWN = {"marian": SentencePiecePair, "llama": SentencePieceTokenizer}  # of `portable`
 TEXTS = ["the cat sat on the mat", "Straße", "日本 über"]
 
 
 def write_tokenizer(kind: str, folder: Path) -> int:
     """Writes a tokenizer with the ids of `Drawn`; returns the size of its vocabulary."""
     folder.mkdir()
+    if kind == "llama":  # a SentencePiece model alone
+        (folder / "tokenizer.model").write_bytes(llama_pieces())
+        settings = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True}
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+        return len(transformers.AutoTokenizer.from_pretrained(folder))
     if kind != "marian":
         end = "</s>" if kind in encoder_decoder.FAMILIES else ""
         return len(byte_level_tokenizer(folder, "", end))
@@ -83,3 +98,14 @@ def test_the_engine_answers_as_generate_does(
             wanted.append(answer[: answer.index(2)] if 2 in answer else answer)
         rows = engine.generate(TEXTS, engine.options(beam=beam, max_length=12))
         assert [list(row.hypotheses[0].tokens) for row in rows] == wanted
+    if variant == "portable":
+        found, read_by = [*vectors(engine.bundle)], engine.bundle.tokenizer
+        assert len(found) >= 3
+        assert isinstance(read_by, OWN.get(kind, object))
+        for vector in found:
+            ids = tokenizer(vector["text"], return_tensors="pt").input_ids
+            assert vector["ids"] == ids[0].tolist(), vector["text"]
+            first = {"decoder_input_ids": torch.tensor([[read_by.special.bos_id]])}
+            given = first if kind in encoder_decoder.FAMILIES else {}
+            logits = drawn.theirs(ids, **given).logits[0, -1, :8].tolist()
+            np.testing.assert_allclose(vector["logits"], logits, rtol=1e-3, atol=1e-5)
