@@ -1,16 +1,23 @@
-"""Writes the tables of model types and of measured speed into their pages: `make docs`.
+"""Writes the tables of model types, of speed and of runtimes into their pages: `make docs`.
 
-A run is recorded by `python benchmarks/throughput.py ... | tail -1 >> benchmarks/throughput.jsonl`.
+Runs are recorded by `python benchmarks/throughput.py ... | tail -1 >> benchmarks/throughput.jsonl`
+and `python benchmarks/runtimes.py BUNDLE... >> benchmarks/runtimes.jsonl`.
 """
 
 import json
 from pathlib import Path
 
+import onnx
+
 from transferry.build_model.importing.huggingface import decoder_only, encoder_decoder, encoder_only
 
 ROOT = Path(__file__).parent.parent
 RECORDS = ROOT / "benchmarks" / "throughput.jsonl"
-PAGES = [ROOT / "README.md", ROOT / "docs" / "import.md", ROOT / "docs" / "performance.md"]
+OPENED = ROOT / "benchmarks" / "runtimes.jsonl"
+PAGES = [
+    ROOT / "README.md",
+    *(ROOT / "docs" / f"{name}.md" for name in ("import", "performance", "portability")),
+]
 CELLS = {
     "fp32, greedy": ("cpu-fp32", 1),
     "fp32, beam 4": ("cpu-fp32", 4),
@@ -46,7 +53,38 @@ def _ratio(cell: dict[str, dict[str, float]]) -> str:
     return f"{told} ({'–'.join(f'{each:.2f}' for each in cell['ratio_range']['engine'])})"
 
 
-TABLES = {"model types": model_types, "speed": speed}
+def runtimes() -> list[list[str]]:
+    """Returns the runtimes that opened graphs, and the operator at which others stopped."""
+    operators = {schema.name for schema in onnx.defs.get_all_schemas()}
+    lines = [json.loads(line) for line in OPENED.read_text(encoding="utf-8").splitlines()]
+    keys = ("runtime", "version", "graphs", "architecture")
+    found: dict[tuple[str, str], dict[str, dict[str, list[str]]]] = {}
+    for row in {tuple(line[key] for key in keys): line for line in lines}.values():
+        told, _, why = row["result"].partition(": ")
+        if why:
+            words = "".join(each if each.isalnum() else " " for each in why).split()
+            named = next((f"`{word}`" for word in words if word in operators), "")
+            told = f"no, {named or ' '.join(words[-3:])}"
+        cells = found.setdefault((row["runtime"], row["version"]), {})
+        cells.setdefault(row["graphs"], {}).setdefault(told, []).append(row["architecture"])
+    kinds = ("portable", "portable-int8", "one graph")
+    rows = [["runtime", *kinds]]
+    told = [
+        [f"{name} {version}", *(_cell(cells.get(kind, {})) for kind in kinds)]
+        for (name, version), cells in found.items()
+    ]
+    return [*rows, *sorted(told, key=lambda row: (-row.count("equal"), row))]
+
+
+def _cell(results: dict[str, list[str]]) -> str:
+    """Names the architectures of a result only beside another one."""
+    if len(results) <= 1:
+        return next(iter(results), "")
+    told = [f"{', '.join(each)}: {one}" for one, each in results.items() if one != "equal"]
+    return "; ".join(["equal", *told] if "equal" in results else told)
+
+
+TABLES = {"model types": model_types, "speed": speed, "runtimes": runtimes}
 
 
 def with_tables(text: str) -> str:
