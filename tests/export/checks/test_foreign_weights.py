@@ -80,13 +80,21 @@ INNER = tuple(
     f"encoder.0.feed_forward.inner.weight{end}"
     for end in ("", "_scale", "_quantized_scale", "_scales", "_Q4_scales")
 )
+
+
+def flipped(array: np.ndarray) -> np.ndarray:
+    """One in 16 entries is negated, in integers inverted."""
+    flat = array.reshape(-1)
+    flat[::16] = -flat[::16] if array.dtype.kind == "f" else ~flat[::16]
+    return array
+
+
+OUTER = tuple(f"decoder.0.feed_forward.outer.weight{e}" for e in ("", "_quantized", "_Q4"))
 CHANGES: dict[str, tuple[Edit, tuple[str, ...]]] = {
     "scaled": (lambda array: array * 1.02 if array.dtype.kind == "f" else array, INNER),
     "bias": (lambda array: array * 1.02, ("encoder.0.feed_forward.inner.bias",)),
-    "rows": (
-        swapped,
-        tuple(f"decoder.0.feed_forward.outer.weight{e}" for e in ("", "_quantized", "_Q4")),
-    ),
+    "rows": (swapped, OUTER),
+    "entries": (flipped, OUTER),
 }
 
 
