@@ -36,7 +36,7 @@ Spec = dict[str, Any]
 NPM = Path(__file__).resolve().parents[1] / "js" / "node_modules"  # `make js`
 LIMIT = 1e-4  # of a tensor's largest number
 LONGEST = 600  # seconds for one variant
-WORDS = 220  # characters of a refusal
+WORDS = 320  # characters of a refusal
 OPENED = "all graphs are open"  # printed by the process of one variant
 
 
