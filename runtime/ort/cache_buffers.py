@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from transferry.runtime.bundle.specs import GraphSpec, Role
-from transferry.runtime.decoding.batching import BatchOptions, blocks, padded
+from transferry.runtime.decoding.batching import UNIT, BatchOptions, blocks, widened
 from transferry.runtime.decoding.logits import Bools, Floats, Integers
 from transferry.runtime.ort.graph_runner import BufferView, GraphRunner
 from transferry.runtime.ort.session import Provider
@@ -104,7 +104,8 @@ class CacheBuffers:
             tokens: Limit on the tokens to encode at once, padding counted.
         """
         encoder, place = self._runners["encoder"], self._runners["place"]
-        cross = self.zeros("cross", len(source), padded(source.shape[1]))
+        source, mask = widened(source, UNIT), widened(mask, UNIT)
+        cross: list[BufferView] = []
         for block, length in blocks(mask, tokens):
             encoded = encoder.run(
                 {
@@ -114,6 +115,9 @@ class CacheBuffers:
                 "cross",
             )
             count = block.stop - block.start
+            if count == len(source):
+                return [BufferView.of(each) for each in encoded]
+            cross = cross or self.zeros("cross", *source.shape)
             views = [buffer.view(block.start, count) for buffer in cross]
             write = place.value(np.zeros(count, np.int64))
             place.run(

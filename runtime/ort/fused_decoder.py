@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,8 +47,21 @@ AHEAD = 8
 AHEAD_CELLS = 64
 
 
-@dataclass(frozen=True)
-class FusedState:
+@dataclass
+class BoundStep:
+    """A step bound to the buffers of a state.
+
+    Attributes:
+        call: The call.
+        reached: Positions of the state after the last run, if that was of one token without gaps:
+            its bias needs a single column more than the bound one has.
+    """
+
+    call: BoundCall
+    reached: Integers | None = None
+
+
+class FusedState(NamedTuple):
     """Inputs of a step besides the tokens. The states before and after share its buffers.
 
     A step writes only where no row of its state attends, so a state stays valid until rows that
@@ -58,13 +71,15 @@ class FusedState:
         cross: Keys and values of the sources on the device `[slots, kv_heads, source, d_head]`.
         past: Keys and values of earlier positions, likewise `[slots, kv_heads, capacity, d_head]`.
         source_bias: 0 at a token of the source, else minus infinity `[slots, 1, 1, source]`.
+        capacity: Columns of past.
         bias: 0 at the columns of a row's own history, else minus infinity
-            `[slots, width, capacity]`.
+            `[slots, width, capacity]`. None while each slot has one row, whose history fills the
+            first columns.
         positions: Positions of the next tokens `[slots, width]`.
-        held: Position of the token in a column, where a row attends to it `[slots, capacity]`.
+        held: Position of the token in a column, where a row attends to it `[slots, capacity]`; None
+            as `bias`.
         prompt: Tokens of the prompt in a slot `[slots]`.
         padding: Padding after that prompt, up to the longest in its batch `[slots]`.
-        gapless: Whether each slot has one row, whose history fills the first columns.
         calls: Steps bound to these buffers, by tokens of a slot, whether the step is a single token
             without a gap before it, and the buffer of the hidden states.
     """
@@ -72,13 +87,21 @@ class FusedState:
     cross: Sequence[BufferView]
     past: Sequence[BufferView]
     source_bias: Floats
-    bias: Floats
+    capacity: int
+    bias: Floats | None
     positions: Integers
-    held: Integers
+    held: Integers | None
     prompt: Integers
     padding: Integers
-    gapless: bool
-    calls: dict[tuple[int, bool, int], BoundCall] = field(default_factory=dict)
+    calls: dict[tuple[int, bool, int], BoundStep]
+
+    def seen(self) -> tuple[Floats, Integers]:
+        """Returns `bias` and `held`, also where each history fills the first columns."""
+        if self.bias is not None and self.held is not None:
+            return self.bias, self.held
+        columns = np.arange(self.capacity)
+        bias = np.where(columns < self.positions[:, :, None], np.float32(0), np.float32(-np.inf))
+        return bias, np.tile(columns, (len(self.positions), 1))
 
 
 @dataclass(frozen=True)
@@ -192,12 +215,13 @@ class FusedDecoder(SlotDecoder):
             cross=self._encoded(source, mask),
             past=[],
             source_bias=_source_bias(mask),
-            bias=np.full((slots, 1, 0), -np.inf, np.float32),
+            capacity=0,
+            bias=None,
             positions=np.zeros((slots, 1), np.int64),
-            held=np.zeros((slots, 0), np.int64),
+            held=None,
             prompt=np.zeros(slots, np.int64),
             padding=np.zeros(slots, np.int64),
-            gapless=True,
+            calls={},
         )
         if self.has_encoder or not length:
             return state
@@ -212,39 +236,75 @@ class FusedDecoder(SlotDecoder):
         normalise: bool = False,
     ) -> tuple[StepOutput, FusedState]:
         """Reads target tokens and scores those that may follow; see `Decoder.step`."""
+        if state.bias is None and tokens.shape[1] == 1:
+            after = self._step_once(tokens, state)
+        else:
+            after = self._step(tokens, state)
+        return self.lm_head.scores(tokens.shape, top=top, normalise=normalise), after
+
+    def _step_once(self, tokens: Integers, state: FusedState) -> FusedState:
+        """Runs a step of one token a slot without a gap before it; returns the state after it."""
+        positions = state.positions
+        state = self._with_room(state, positions)
+        step = self._bound_step(state, 1, single=True)
+        after = state._replace(positions=positions + 1)
+        changed = {"target": tokens, "positions": positions}
+        if not self._int8:  # whose kernel reads the positions alone
+            bias = step.call.changing["bias"][0]
+            if step.reached is positions:
+                bias[np.arange(len(positions)), 0, 0, positions[:, 0]] = 0
+            else:
+                bias[...] = after.seen()[0][:, None]
+            changed |= {"cells": self._cells(step, positions), "bias": bias}
+            step.reached = after.positions
+        step.call.run(**changed)
+        return after
+
+    def _step(self, tokens: Integers, state: FusedState) -> FusedState:
+        """Runs any step; returns the state after it."""
         slots, width = state.positions.shape
         new, positions = tokens.shape[1], state.positions
         if new > 1:
             positions = (positions[:, :, None] + np.arange(new)).reshape(slots, -1)
         # The unused columns of a cache without gaps are the positions.
-        columns = positions if state.gapless else unused_columns(state.bias, width * new)
+        columns = positions
+        if state.bias is not None:
+            columns = unused_columns(state.bias, width * new)
         state = self._with_room(state, columns)
         # Row `row` of a slot writes its `new` tokens side by side, after those of the rows before.
         own = columns.reshape(slots, width, new)
+        seen, held = state.seen()
         # A copy, whose last token's row the next state views.
-        bias = state.bias[:, :, None].repeat(new, axis=2)
+        bias = seen[:, :, None].repeat(new, axis=2)
         slot, row = np.arange(slots)[:, None], np.arange(width)
         for token in range(new):
             bias[slot, row, token:, own[:, :, token]] = 0
-        held = state.held.copy()
-        held[slot, columns] = positions
-        hidden = self.lm_head.hidden(tokens.size)
-        single = self._int8 and state.gapless and new == 1
-        # Another thread has other memory, and this one's may have grown.
-        key = width * new, single, id(hidden.buffer)
-        if key not in state.calls:
-            state.calls[key] = self._bind(state, width * new, single, hidden)
-        call = state.calls[key]
-        call.run(
-            target=tokens.reshape(slots, -1),
-            positions=positions,
-            cells=self._buffers.cells(columns, call.changing["cells"][0]),
+        step = self._bound_step(state, width * new, single=False)
+        changed = {"target": tokens.reshape(slots, -1), "positions": positions}
+        if state.bias is not None or self._windows:
+            held = held.copy()
+            held[slot, columns] = positions
+        step.call.run(
+            **changed,
+            cells=self._cells(step, columns),
             bias=bias.reshape(slots, 1, width * new, -1),
             **({"columns": held} if self._windows else {}),
         )
-        output = self.lm_head.scores(tokens.shape, top=top, normalise=normalise)
-        after = replace(state, bias=bias[:, :, -1], positions=state.positions + new, held=held)
-        return output, after
+        after = state._replace(positions=state.positions + new)
+        return after if state.bias is None else after._replace(bias=bias[:, :, -1], held=held)
+
+    def _bound_step(self, state: FusedState, new: int, *, single: bool) -> BoundStep:
+        """Returns a step of `new` tokens a slot, bound to the buffers of a state."""
+        hidden = self.lm_head.hidden(len(state.positions) * new)
+        # Another thread has other memory, and this one's may have grown.
+        key = new, single, id(hidden.buffer)
+        if key not in state.calls:
+            state.calls[key] = BoundStep(self._bind(state, new, single, hidden))
+        return state.calls[key]
+
+    def _cells(self, step: BoundStep, columns: Integers) -> Integers:
+        """Cells of columns, in the array that is bound."""
+        return self._buffers.cells(columns, step.call.changing["cells"][0])
 
     def select(self, state: FusedState, rows: Integers) -> FusedState:
         """Takes rows of the state; see `Decoder.select`.
@@ -253,40 +313,40 @@ class FusedDecoder(SlotDecoder):
         """
         slots, width = state.positions.shape
         chosen, shape = _grouped(rows, width)
-        bias = state.bias.reshape(slots * width, -1)[rows].reshape(*shape, -1)
+        bias = held = None
+        if state.bias is not None or shape[1] > 1:
+            bias, held = state.seen()
+            bias = bias.reshape(slots * width, -1)[rows].reshape(*shape, -1)
         positions = state.positions.reshape(-1)[rows].reshape(shape)
-        gapless = state.gapless and shape[1] == 1
+        taken = state._replace(bias=bias, positions=positions, held=held)
         if np.array_equal(chosen, np.arange(slots)):
-            return replace(state, bias=bias, positions=positions, gapless=gapless)
-        taken = replace(
-            state,
+            return taken
+        taken = taken._replace(
             source_bias=state.source_bias[chosen],
-            bias=bias,
-            positions=positions,
-            held=state.held[chosen],
+            held=None if held is None else held[chosen],
             prompt=state.prompt[chosen],
             padding=state.padding[chosen],
-            gapless=gapless,
             calls={},
         )
         if state.past and _closes_up(chosen):
             # Slots from the end take the places of those that leave.
             moved = self._buffers.move([*state.cross, *state.past], chosen)
             split = len(state.cross)
-            return replace(taken, cross=moved[:split], past=moved[split:])
+            return taken._replace(cross=moved[:split], past=moved[split:])
         if self.has_encoder:
-            taken = replace(taken, cross=self._buffers.select(state.cross, chosen))
-        return self._with_columns(taken, chosen, bias.shape[-1])
+            taken = taken._replace(cross=self._buffers.select(state.cross, chosen))
+        return self._with_columns(taken, chosen, state.capacity)
 
     def tensors(self, state: FusedState) -> dict[str, Floats]:
         """Copies cross and past to the host, one cache a row, as the portable graphs have them."""
         slots, width = state.positions.shape
-        seen = (state.bias == 0).reshape(slots * width, -1)
+        bias, held = state.seen()
+        seen = (bias == 0).reshape(slots * width, -1)
         prompt, padding = (each.repeat(width)[:, None] for each in (state.prompt, state.padding))
         # The columns of the history come first, by position; after the prompt its padding.
         column = np.arange((seen.sum(axis=1, keepdims=True) + padding).max())
         column = np.where(column < prompt, column, np.maximum(prompt - 1, column - padding))
-        position = np.where(seen, state.held.repeat(width, axis=0), seen.shape[1])
+        position = np.where(seen, held.repeat(width, axis=0), seen.shape[1])
         order = np.take_along_axis(np.argsort(position, axis=1, kind="stable"), column, axis=1)
         order = order[:, None, :, None]
         past, cross = state.past or self._buffers.zeros("past", slots, 0), state.cross
@@ -302,8 +362,8 @@ class FusedDecoder(SlotDecoder):
             "target": np.zeros((slots, new), np.int64),
             "positions": np.zeros((slots, new), np.int64),
             "cells": self._buffers.cells(np.zeros((slots, new), np.int64)),
-            "bias": np.zeros((slots, 1, new, state.bias.shape[-1]), np.float32),
-            **({"columns": state.held} if self._windows else {}),
+            "bias": np.zeros((slots, 1, new, state.capacity), np.float32),
+            **({"columns": state.seen()[1].copy()} if self._windows else {}),
         }
         return self._bound(state, hidden, state.past, changing, single=single)
 
@@ -322,13 +382,10 @@ class FusedDecoder(SlotDecoder):
             past = self._buffers.gather(past, shared.of_row, begin, capacity)
         if begin < length:
             self._read(past, source, mask, begin)
-        more = (0, capacity - length)
-        return replace(
-            state,
+        return state._replace(
             past=past,
-            bias=np.where(np.pad(mask, ((0, 0), more)), 0, -np.inf).astype(np.float32)[:, None],
+            capacity=capacity,
             positions=lengths[:, None],
-            held=np.pad(np.tile(np.arange(length), (rows, 1)), ((0, 0), more)),
             prompt=lengths,
             padding=length - lengths,
         )
@@ -362,12 +419,12 @@ class FusedDecoder(SlotDecoder):
 
     def _with_room(self, state: FusedState, columns: Integers) -> FusedState:
         """Returns a state whose cache has the columns of the next step, and few unused ones."""
-        room = state.bias.shape[-1]
-        needed = int(columns.max()) + 1
+        room, needed = state.capacity, int(columns.max()) + 1
         if needed <= room <= needed + SPARE_COLUMNS:
             return state
-        seen = (state.bias == 0).any(axis=(0, 1)).nonzero()[0]
-        needed = max(needed, int(seen.max(initial=-1)) + 1)
+        if state.bias is not None:
+            seen = (state.bias == 0).any(axis=(0, 1)).nonzero()[0]
+            needed = max(needed, int(seen.max(initial=-1)) + 1)
         if needed <= room <= needed + SPARE_COLUMNS:
             return state
         ahead = AHEAD if self._int8 and columns.shape[1] == 1 else columns.shape[1]
@@ -383,16 +440,16 @@ class FusedDecoder(SlotDecoder):
             slots: Slots of the past to take `[slots]`.
             capacity: Columns of the new cache, enough for all that rows attend to.
         """
-        room = state.bias.shape[-1]
-        bias = np.full((*state.bias.shape[:-1], capacity), -np.inf, np.float32)
-        held = np.zeros((len(slots), capacity), np.int64)
-        kept = slice(min(room, capacity))
-        bias[..., kept], held[:, kept] = state.bias[..., kept], state.held[:, kept]
+        room, bias, held = state.capacity, state.bias, state.held
+        if bias is not None and held is not None:
+            kept, more = min(room, capacity), ((0, 0), (0, max(0, capacity - room)))
+            bias = np.pad(bias[..., :kept], ((0, 0), *more), constant_values=-np.inf)
+            held = np.pad(held[:, :kept], more)
         if room:
             past = self._buffers.gather(state.past, slots, room, capacity)
         else:
             past = self._buffers.zeros("past", len(slots), capacity)
-        return replace(state, past=past, bias=bias, held=held, calls={})
+        return state._replace(past=past, capacity=capacity, bias=bias, held=held, calls={})
 
 
 class RecurrentDecoder(SlotDecoder):

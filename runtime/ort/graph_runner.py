@@ -322,7 +322,8 @@ class BoundCall:
         """Runs the graph on new values of changing inputs; returns `host`, raises as `run`."""
         for role, array in inputs.items():
             host, value = self.changing[role]
-            host[...] = array
+            if array is not host:
+                host[...] = array
             if self.runner.on_device:
                 try:
                     value.update_inplace(host)
