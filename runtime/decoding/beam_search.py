@@ -134,14 +134,16 @@ class BeamStrategy(Strategy):
                 ends[place] = self.stopped(row, row // beam, int(tokens[place]))
         at_limit = self.lengths[sentences] + 1 == self.limits[sentences]
         complete = np.where(at_limit[:, None], exists, ends)[:, :beam]
-        for place in zip(*complete.nonzero(), strict=True):
+        for place in zip(*complete.nonzero(), strict=True) if complete.any() else ():
             self._add(
                 *(int(sentences[place[0]]), int(rows[parents[place]]), int(tokens[place])),
                 *(float(totals[place]), float(excess[place]), bool(ends[place])),
             )
 
-        order = np.argsort(ends, axis=1, kind="stable")[:, :beam]
-        going_on = np.arange(len(sentences))[:, None], order
+        going_on: Any = slice(None), slice(beam)
+        if ends.any():
+            order = np.argsort(ends, axis=1, kind="stable")[:, :beam]
+            going_on = np.arange(len(sentences))[:, None], order
         # Stop strings can end more candidates than end tokens can, and leave too few others.
         totals = np.where(ends, -np.inf, totals)[going_on]
         done = failed | at_limit | self._settled(sentences, totals.max(axis=1))

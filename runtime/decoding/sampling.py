@@ -92,9 +92,12 @@ class SamplingStrategy(Strategy):
             gains: The tokens' log-probabilities `[rows]`; ignored without `options.scores`.
         """
         sentences = rows // self.width
-        growing = ~self.ended[rows]
-        self.counts[rows] += growing
-        self.totals[rows] += np.where(growing, gains, 0.0)
+        # All rows are a slice: several times as fast as their numbers.
+        at = slice(None) if len(rows) == len(self.ended) else rows
+        growing = ~self.ended[at]
+        self.counts[at] += growing
+        if self.options.scores:
+            self.totals[at] += np.where(growing, gains, 0.0)
         ends = self.is_end(tokens)
         if self.stops:
             for place in np.flatnonzero(growing & usable & ~ends).tolist():
@@ -105,7 +108,7 @@ class SamplingStrategy(Strategy):
         if not usable.all():
             self.failed[rows] |= growing & ~usable
             ends |= ~usable
-        self.ended[rows] |= ends
+        self.ended[at] |= ends
         return Choice(rows, None, tokens)
 
     def hypotheses(self, sentence: int) -> list[Hypothesis]:

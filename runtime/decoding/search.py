@@ -153,6 +153,7 @@ class _Batch(Generic[State, Key]):
         tokens: The next input token of each `[rows]`.
         keys: Keys of the requests.
         waiting: Whether a sentence is still to be answered `[requests]`.
+        ended: Outputs that had ended when `answers` last looked.
     """
 
     def __init__(
@@ -169,6 +170,7 @@ class _Batch(Generic[State, Key]):
         self.strategy: Strategy = kind(requests, options, special.ends, stops)
         self.keys = [request.key for request in requests]
         self.waiting = np.ones(len(requests), np.bool_)
+        self.ended = 0
         has_encoder, sources = decoder.has_encoder, [request.source for request in requests]
         self.processors = build_logits_processors(
             options, requests, special.ends, has_encoder=has_encoder
@@ -217,6 +219,10 @@ class _Batch(Generic[State, Key]):
 
     def answers(self) -> Iterator[tuple[Key, list[Hypothesis]]]:
         """Yields the sentences that ended with the last step."""
+        ended = int(np.count_nonzero(self.strategy.ended))
+        if ended == self.ended:
+            return
+        self.ended = ended
         over = self.strategy.ended.reshape(-1, self.strategy.width).all(axis=1)
         for sentence in np.flatnonzero(over & self.waiting).tolist():
             self.waiting[sentence] = False

@@ -527,6 +527,10 @@ def _source_bias(mask: Bools) -> Floats:
 def _grouped(rows: Integers, width: int) -> tuple[Integers, tuple[int, int]]:
     """Slots of selected rows, and the number of slots and of rows in each."""
     of_row = rows // width
+    if len(rows) % width == 0:  # as they were, in most steps
+        slots = np.arange(len(rows) // width)
+        if (of_row.reshape(-1, width) == slots[:, None]).all():
+            return slots, (len(slots), width)
     chosen, counts = _runs(of_row)
     if (counts != counts[0]).any() or np.bincount(chosen).max() > 1:
         # No common width: each row gets a slot of its own.

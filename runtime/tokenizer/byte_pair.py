@@ -246,7 +246,7 @@ def _parse_ranks(content: bytes) -> dict[bytes, int]:
     for number, line in enumerate(content.splitlines(), start=1):
         try:
             encoded, rank = line.split()
-            token = base64.b64decode(encoded, validate=True)
+            token = binascii.a2b_base64(encoded, strict_mode=True)
             if token in ranks:
                 raise ValueError(f"{token!r} has rank {ranks[token]} already")
             ranks[token] = int(rank)
