@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from transferry.runtime.bundle.specs import GraphSpec, Role
 from transferry.runtime.decoding.batching import UNIT, BatchOptions, blocks, widened
 from transferry.runtime.decoding.logits import Bools, Floats, Integers
-from transferry.runtime.ort.graph_runner import BufferView, GraphRunner
+from transferry.runtime.ort.graph_runner import BoundCall, BufferView, GraphRunner
 from transferry.runtime.ort.session import Provider
 
 # Default batch sizes: as many rows as gain from sharing the reading of the weights.
@@ -34,6 +36,63 @@ def default_batches(decoder: GraphSpec, provider: Provider) -> BatchOptions:
     )
     large = column * batches.rows > LARGE_COLUMN
     return BatchOptions(batches.rows // 2, batches.tokens // 2) if large else batches
+
+
+@dataclass
+class BoundStep:
+    """A step bound to the buffers of a state.
+
+    Attributes:
+        call: The call.
+        reached: Positions of the state after the last run, if that was of one token without gaps:
+            its bias needs a single column more than the bound one has.
+    """
+
+    call: BoundCall
+    reached: Integers | None = None
+
+
+class FusedState(NamedTuple):
+    """Inputs of a step besides the tokens. The states before and after share its buffers.
+
+    A step writes only where no row of its state attends, so a state stays valid until rows that
+    were selected from it step. Rows are grouped by slot, `width` neighbouring rows each.
+
+    Attributes:
+        cross: Keys and values of the sources on the device `[slots, kv_heads, source, d_head]`.
+        past: Keys and values of earlier positions, likewise `[slots, kv_heads, capacity, d_head]`.
+        source_bias: 0 at a token of the source, else minus infinity `[slots, 1, 1, source]`.
+        capacity: Columns of past.
+        bias: 0 at the columns of a row's own history, else minus infinity
+            `[slots, width, capacity]`. None while each slot has one row, whose history fills the
+            first columns.
+        positions: Positions of the next tokens `[slots, width]`.
+        held: Position of the token in a column, where a row attends to it `[slots, capacity]`; None
+            as `bias`.
+        prompt: Tokens of the prompt in a slot `[slots]`.
+        padding: Padding after that prompt, up to the longest in its batch `[slots]`.
+        calls: Steps bound to these buffers, by tokens of a slot, whether the step is a single token
+            without a gap before it, and the buffer of the hidden states.
+    """
+
+    cross: Sequence[BufferView]
+    past: Sequence[BufferView]
+    source_bias: Floats
+    capacity: int
+    bias: Floats | None
+    positions: Integers
+    held: Integers | None
+    prompt: Integers
+    padding: Integers
+    calls: dict[tuple[int, bool, int], BoundStep]
+
+    def seen(self) -> tuple[Floats, Integers]:
+        """Returns `bias` and `held`, also where each history fills the first columns."""
+        if self.bias is not None and self.held is not None:
+            return self.bias, self.held
+        columns = np.arange(self.capacity)
+        bias = np.where(columns < self.positions[:, :, None], np.float32(0), np.float32(-np.inf))
+        return bias, np.tile(columns, (len(self.positions), 1))
 
 
 def unused_columns(bias: Floats, count: int) -> Integers:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,13 @@ from transferry.runtime.decoding.batching import UNIT, blocks, padded
 from transferry.runtime.decoding.decoder import StepOutput
 from transferry.runtime.decoding.logits import Bools, Floats, Integers
 from transferry.runtime.decoding.shared_prompts import shared_prompts
-from transferry.runtime.ort.cache_buffers import CacheBuffers, default_batches, unused_columns
+from transferry.runtime.ort.cache_buffers import (
+    BoundStep,
+    CacheBuffers,
+    FusedState,
+    default_batches,
+    unused_columns,
+)
 from transferry.runtime.ort.encoder import PASS_TOKENS
 from transferry.runtime.ort.graph_runner import (
     Bindable,
@@ -45,63 +51,6 @@ AHEAD = 8
 # The same for all rows of a step together: with few rows, reading unused columns costs less than
 # making the cache longer and binding it again.
 AHEAD_CELLS = 64
-
-
-@dataclass
-class BoundStep:
-    """A step bound to the buffers of a state.
-
-    Attributes:
-        call: The call.
-        reached: Positions of the state after the last run, if that was of one token without gaps:
-            its bias needs a single column more than the bound one has.
-    """
-
-    call: BoundCall
-    reached: Integers | None = None
-
-
-class FusedState(NamedTuple):
-    """Inputs of a step besides the tokens. The states before and after share its buffers.
-
-    A step writes only where no row of its state attends, so a state stays valid until rows that
-    were selected from it step. Rows are grouped by slot, `width` neighbouring rows each.
-
-    Attributes:
-        cross: Keys and values of the sources on the device `[slots, kv_heads, source, d_head]`.
-        past: Keys and values of earlier positions, likewise `[slots, kv_heads, capacity, d_head]`.
-        source_bias: 0 at a token of the source, else minus infinity `[slots, 1, 1, source]`.
-        capacity: Columns of past.
-        bias: 0 at the columns of a row's own history, else minus infinity
-            `[slots, width, capacity]`. None while each slot has one row, whose history fills the
-            first columns.
-        positions: Positions of the next tokens `[slots, width]`.
-        held: Position of the token in a column, where a row attends to it `[slots, capacity]`; None
-            as `bias`.
-        prompt: Tokens of the prompt in a slot `[slots]`.
-        padding: Padding after that prompt, up to the longest in its batch `[slots]`.
-        calls: Steps bound to these buffers, by tokens of a slot, whether the step is a single token
-            without a gap before it, and the buffer of the hidden states.
-    """
-
-    cross: Sequence[BufferView]
-    past: Sequence[BufferView]
-    source_bias: Floats
-    capacity: int
-    bias: Floats | None
-    positions: Integers
-    held: Integers | None
-    prompt: Integers
-    padding: Integers
-    calls: dict[tuple[int, bool, int], BoundStep]
-
-    def seen(self) -> tuple[Floats, Integers]:
-        """Returns `bias` and `held`, also where each history fills the first columns."""
-        if self.bias is not None and self.held is not None:
-            return self.bias, self.held
-        columns = np.arange(self.capacity)
-        bias = np.where(columns < self.positions[:, :, None], np.float32(0), np.float32(-np.inf))
-        return bias, np.tile(columns, (len(self.positions), 1))
 
 
 @dataclass(frozen=True)
@@ -255,7 +204,8 @@ class FusedDecoder(SlotDecoder):
                 bias[np.arange(len(positions)), 0, 0, positions[:, 0]] = 0
             else:
                 bias[...] = after.seen()[0][:, None]
-            changed |= {"cells": self._cells(step, positions), "bias": bias}
+            cells = self._buffers.cells(positions, step.call.changing["cells"][0])
+            changed |= {"cells": cells, "bias": bias}
             step.reached = after.positions
         step.call.run(**changed)
         return after
@@ -286,7 +236,7 @@ class FusedDecoder(SlotDecoder):
             held[slot, columns] = positions
         step.call.run(
             **changed,
-            cells=self._cells(step, columns),
+            cells=self._buffers.cells(columns, step.call.changing["cells"][0]),
             bias=bias.reshape(slots, 1, width * new, -1),
             **({"columns": held} if self._windows else {}),
         )
@@ -301,10 +251,6 @@ class FusedDecoder(SlotDecoder):
         if key not in state.calls:
             state.calls[key] = BoundStep(self._bind(state, new, single, hidden))
         return state.calls[key]
-
-    def _cells(self, step: BoundStep, columns: Integers) -> Integers:
-        """Cells of columns, in the array that is bound."""
-        return self._buffers.cells(columns, step.call.changing["cells"][0])
 
     def select(self, state: FusedState, rows: Integers) -> FusedState:
         """Takes rows of the state; see `Decoder.select`.

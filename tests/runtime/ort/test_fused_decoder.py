@@ -16,13 +16,12 @@ from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.specs import GraphSpec, TensorSpec
 from transferry.runtime.decoding.batching import UNIT, padded
 from transferry.runtime.decoding.search import pad_sources
-from transferry.runtime.ort.cache_buffers import default_batches
+from transferry.runtime.ort.cache_buffers import FusedState, default_batches
 from transferry.runtime.ort.encoder import PASS_TOKENS
 from transferry.runtime.ort.fused_decoder import (
     AHEAD_CELLS,
     SPARE_COLUMNS,
     FusedDecoder,
-    FusedState,
 )
 from transferry.runtime.ort.session import Provider, SessionOptions
 
@@ -137,6 +136,13 @@ def test_memory_that_grew_is_where_an_older_state_goes_on(decoder: FusedDecoder)
         found += logits
     with ThreadPoolExecutor(1) as pool:  # a thread with memory of its own
         found += pool.submit(fed, decoder, TARGET[:, 6:7], state).result()[0]
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_an_older_state_sees_no_column_of_a_newer_one(decoder: FusedDecoder) -> None:
+    _, state = fed(decoder, TARGET[:, :3], started(decoder))
+    expected, _ = fed(decoder, TARGET[:, 3:6], state)
+    found, _ = fed(decoder, TARGET[:, 3:6], state)
     np.testing.assert_array_equal(found, expected)
 
 
