@@ -290,7 +290,7 @@ class Oracle:
     def _forced(
         self, keys: Sequence[Any], sides: Sequence[TorchDecoder], rules: Any = None
     ) -> Iterator[tuple[Any, tuple[Forced, ...]]]:
-        """Yields each of some sources and answers, and what sides give it."""
+        """Yields each of some sources and answers, with the result of each side."""
         for batch in self.batches([len(key[1]) for key in keys], self.rows, SCORED_TOKENS):
             chosen = [keys[index] for index in batch]
             given = [key[0] for key in chosen], [key[1] for key in chosen], self.special, rules

@@ -285,7 +285,7 @@ def _read(pretrained: PretrainedFolder, config: ModelConfig) -> FastTokenizer:
         found = found.below(config.vocabulary_size)
     except InputError as error:
         numbered = pretrained.config.get("model_type") == "pegasus"
-        also = ", or lower offset in tokenizer_config.json to that of the training"
+        also = ", or lower offset in tokenizer_config.json, as in training"
         raise InputError(f"{pretrained.folder}: {error}{also if numbered else ''}") from error
     pretrained.notes += found.notes
     return found

@@ -162,7 +162,7 @@ def test_in_8_bits_the_head_is_as_exact_as_in_float32(made: Made, tmp_path: Path
         shown = ShownModel(engine.bundle, engine.model)
         calibration = Calibration.of(engine.bundle, variant)
         oracle = Oracle.of(model, special, Tolerance.of("int8"), calibration=calibration)
-        for seed in (4, 20):  # a state moved across a border of two integers is none of torch's
+        for seed in (4, 20):  # states moved across a border of two integers
             case = random_case(model.config, 1, 60, 0, seed=seed)
             found = followed(oracle, shown, case)[1]
             assert not [item.fault for item in found if item.fault]
