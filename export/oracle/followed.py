@@ -27,7 +27,7 @@ from transferry.export.oracle.oracle import SHAKES, Oracle
 from transferry.export.torch_model import moved_heads
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.specs import GraphSpec
-from transferry.runtime.decoding.batching import blocks
+from transferry.runtime.decoding.batching import UNIT, blocks, widened
 from transferry.runtime.decoding.decoder import StepOutput, Tensors
 from transferry.runtime.ort.encoder import PASS_TOKENS, EncoderModel
 from transferry.runtime.ort.external_files import watched_graph
@@ -183,10 +183,10 @@ class ShownModel:
                 width = parts[0].shape[-1]
                 if len(parts) == length > 1 and all(len(part) == rows for part in parts):
                     values = np.stack(parts, axis=1)  # a recurrent decoder reads token by token
-                elif sum(map(len, parts)) in (rows, rows * length):
-                    values = np.concatenate(parts)
+                elif (placed := _placed(parts, mask)) is not None:
+                    values = placed
                 else:
-                    values = _placed(parts, mask)
+                    values = np.concatenate(parts)
                 found[name] = values.reshape(-1, width)
             for name, source in runner.rounded.items():
                 if name in found and source in found:
@@ -196,12 +196,21 @@ class ShownModel:
         return products, rounded
 
 
-def _placed(parts: Sequence[NDArray[Any]], mask: NDArray[np.bool_]) -> NDArray[Any]:
-    """Puts blocks of rows, cut to their longest, into one array `[rows, length, width]`."""
-    whole = np.zeros((*mask.shape, parts[0].shape[-1]), parts[0].dtype)
-    for part, (rows, columns) in zip(parts, blocks(mask, PASS_TOKENS["cpu"]), strict=True):
-        whole[rows, :columns] = part.reshape(-1, columns, part.shape[-1])
-    return whole
+def _placed(parts: Sequence[NDArray[Any]], mask: NDArray[np.bool_]) -> NDArray[Any] | None:
+    """Puts blocks of rows, cut or widened, into one array `[rows, length, width]`.
+
+    Returns None for values that are not of such blocks.
+    """
+    width = parts[0].shape[-1]
+    for grid in (mask, widened(mask, UNIT)):
+        cut = [*blocks(grid, PASS_TOKENS["cpu"])]
+        sizes = [(rows.stop - rows.start) * columns * width for rows, columns in cut]
+        if sizes == [part.size for part in parts]:
+            whole = np.zeros((*grid.shape, width), parts[0].dtype)
+            for part, (rows, columns) in zip(parts, cut, strict=True):
+                whole[rows, :columns] = part.reshape(-1, columns, width)
+            return whole[:, : mask.shape[1]]
+    return None
 
 
 def _signed(written: NDArray[Any], like: Tensor, least: int, places: Any) -> Tensor:
