@@ -174,7 +174,7 @@ class CacheBuffers:
                 "cross",
             )
             count = block.stop - block.start
-            if count == len(source):
+            if (count, length) == source.shape:
                 return [BufferView.of(each) for each in encoded]
             cross = cross or self.zeros("cross", *source.shape)
             views = [buffer.view(block.start, count) for buffer in cross]

@@ -156,6 +156,14 @@ def test_more_sources_than_are_encoded_at_once(decoder: FusedDecoder) -> None:
         np.testing.assert_array_equal(logits[row], alone[0])
 
 
+def test_padding_beyond_the_longest_source_changes_nothing(decoder: FusedDecoder) -> None:
+    source, mask = pad_sources(SOURCES, 0)
+    wide = np.pad(source, ((0, 0), (0, 9))), np.pad(mask, ((0, 0), (0, 9)))
+    expected, _ = fed(decoder, TARGET[:, :3], decoder.start(source, mask))
+    found, _ = fed(decoder, TARGET[:, :3], decoder.start(*wide))
+    assert np.array_equal(found, expected)
+
+
 def test_describes_what_decides_the_numbers(decoder: FusedDecoder) -> None:
     found = decoder.describe()
     assert found["variant"] == "cpu-fp32"
