@@ -119,6 +119,7 @@ class Search:
         Scores are compared if the options ask for them.
         """
         explain = oracle.explainer(self.decoder, replace(self.options, scores=True))
+        explain = replace(explain, same_search=True)
         scored = partial(oracle.scores, options=self.options)
         given = self.answers()
         more: dict[str, Any] = {"prefixes": self.prefixes, "rows": self.rows}

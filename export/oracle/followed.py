@@ -326,7 +326,8 @@ class Followed:
             given = there(torch.from_numpy(call.rounded[site.name]).reshape(steps.shape))
             given = (given.to(exact.dtype) / scale).clamp_(least, most)
             beyond = beyond.maximum(given.sub_(within).abs_().amax(dim=-1))
-        own = LEAST * exact.abs().amax(dim=-1)
+        # At least of one step: a value that is 0 throughout would have a limit of 0.
+        own = LEAST * exact.abs().amax(dim=-1).clamp_(min=1)
         for single in site.steps:
             own = own.maximum((there(single) - exact).abs_().amax(dim=-1))
         if site.steps:

@@ -90,6 +90,8 @@ class Explainer:
         tolerance: Limits what counts as rounding.
         options: How both searched.
         others: More measures of rounding, besides the reference.
+        same_search: Whether `search` found the expected answers too, in a batch: those that it
+            finds for a source alone are then as good.
     """
 
     reference: Decoder[Any]
@@ -99,6 +101,7 @@ class Explainer:
     tolerance: Tolerance
     options: GenerationOptions
     others: Sequence[Decoder[Any]] = ()
+    same_search: bool = False
 
     def __call__(
         self,
@@ -121,7 +124,8 @@ class Explainer:
 
         Greedy answers and single samples show the place themselves. Beam searches run again for
         this source alone, watched step by step; if they then agree, the difference came from the
-        batch, and the answers given there are compared as a whole.
+        batch: a tie if the decoder's answers there are the reference's alone and `same_search`,
+        else the answers given there are compared as a whole.
 
         Args:
             source: Token ids, as the search takes them.
@@ -130,6 +134,9 @@ class Explainer:
             row_id: The number that seeded the row's samples.
         """
         pairs = self._candidates(source, wanted, found, row_id)
+        if not pairs:
+            both = _first_difference([_finished(wanted)], [_finished(found)])
+            return Divergence(0, *both, 0.0, 0.0, 0.0)
         compared = (self._compared(source, *pair, row_id) for pair in pairs)
         return min(compared, key=lambda one: one.margin - one.allowed)
 
@@ -192,14 +199,18 @@ class Explainer:
     ) -> list[tuple[tuple[int, ...], tuple[int, ...], float]]:
         """Returns the first candidates that differ, and the length penalty of their scores.
 
-        There are several pairs where each alone may be the cause.
+        There are several pairs where each alone may be the cause; none where the reference gives
+        the found hypotheses too.
         """
         answers, steps = ([_finished(wanted)], [_finished(found)]), list[list[Prefixes]]()
         if self.options.beam == self.options.n_best == 1:
             left, right = _first_difference(*answers)
         else:
-            steps = [self._watch(side, source, row_id) for side in (self.reference, self.decoder)]
+            watched = self._watch(self.reference, source, row_id)
+            steps = [watched[0], self._watch(self.decoder, source, row_id)[0]]
             left, right = _first_difference(*steps)
+            if self.same_search and not left and _ends(watched[1]) == _ends(found):
+                return []
         if left:
             return [(left, right, 0.0)]
         # The candidates were the same; they ended or were ranked differently.
@@ -208,12 +219,15 @@ class Explainer:
         edge = _displaced(wanted, found, steps[0], beam) if beam > 1 else ()
         return [*((*pair, 0.0) for pair in edge), whole]
 
-    def _watch(self, decoder: Decoder[Any], source: Sequence[int], row_id: int) -> list[Prefixes]:
-        """Searches over one source; returns the prefixes that each step continued."""
+    def _watch(
+        self, decoder: Decoder[Any], source: Sequence[int], row_id: int
+    ) -> tuple[list[Prefixes], list[Hypothesis]]:
+        """Searches over one source; returns the prefixes that each step continued, and the end."""
         watcher = _Watcher(decoder)
         # Stop strings end a search and choose no token.
-        search(watcher, [source], replace(self.options, stop=()), self.special, row_ids=[row_id])
-        return watcher.steps
+        options = replace(self.options, stop=())
+        (answers,) = search(watcher, [source], options, self.special, row_ids=[row_id])
+        return watcher.steps, answers
 
     def _draws(
         self, logits: NDArray[np.floating[Any]], tokens: tuple[int, int], row_id: int, step: int
@@ -404,6 +418,10 @@ def _displaced(
         if 0 <= beam - 1 - before < len(rivals):
             rival = rivals[beam - 1 - before]
             yield (rival, ended) if ended in sides[1] else (ended, rival)
+
+
+def _ends(hypotheses: Sequence[Hypothesis]) -> list[tuple[Any, ...]]:
+    return [(each.tokens, each.end, each.finish_reason) for each in hypotheses]
 
 
 def _finished(hypotheses: Sequence[Hypothesis]) -> Prefixes:

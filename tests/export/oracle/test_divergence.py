@@ -1,6 +1,7 @@
 """A different token is excused only where the oracle itself cannot tell the candidates apart."""
 
 import copy
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -13,7 +14,7 @@ from transferry.build_model.checkpoint import Checkpoint
 from transferry.build_model.model.transformer import Transformer
 from transferry.export.oracle.oracle import Oracle
 from transferry.export.torch_model import TorchDecoder, TorchState
-from transferry.runtime.decoding.decoder import StepOutput
+from transferry.runtime.decoding.decoder import Decoder, StepOutput
 from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.decoding.search import search
 from transferry.runtime.proof.compare import Tolerance
@@ -418,6 +419,18 @@ def test_a_tie_that_shows_in_a_batch_only_is_a_tie(
     decisions = decided(oracle, decoder, sources, options)
     assert decisions.passed
     assert decisions.ties
+
+
+def test_what_torch_gives_alone_is_a_tie(oracle: Oracle, source: list[int], last: int) -> None:
+    """In a batch torch may leave its own way at a tie, and end far from it."""
+    sides: list[Decoder[Any]] = [oracle.reference, Nudged(oracle.reference, last, REAL)]
+    (alone,), (batched,) = (search(side, [source], BEAM, SOURCES) for side in sides)
+    both = oracle.reference, oracle.reference, oracle.exact
+    explainer = Explainer(*both, SOURCES, oracle.tolerance, BEAM)
+    shared = replace(explainer, same_search=True)
+    assert shared.explain(source, batched, alone).tie
+    assert not shared.explain(source, alone, batched).passes
+    assert not explainer.explain(source, batched, alone).passes, "another search has no excuse"
 
 
 SAMPLE = GenerationOptions(max_length=12, sample=True, seed=4)

@@ -6,11 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.export.conftest import opened
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.export.oracle.cases import lines, random_case
-from transferry.export.oracle.followed import ShownModel, followed
+from transferry.export.oracle.followed import Followed, ShownModel, followed
 from transferry.export.oracle.oracle import Oracle
 from transferry.export.rewrite.calibration import Calibration
 from transferry.export.subject.bundle_copy import BundleCopy, add, constant, replace
@@ -105,3 +106,13 @@ def test_a_value_a_little_larger_is_caught(
     copy.seal()
     found = judged(oracle, Bundle.load(copy.folder))
     assert [item for item in found if item.fault]
+
+
+def test_a_value_of_zeros_is_judged(side: tuple[Oracle, Bundle]) -> None:
+    oracle, bundle = side
+    model = ShownModel(bundle, opened(bundle, INT8))
+    followed(oracle, model, case_of(oracle))
+    following = Followed(model, oracle.reference)
+    following.begin()
+    following(torch.zeros(5, 7), 1.0, 0, 255)
+    assert following.worst[0] == np.inf, "no value of the graph has this size"
