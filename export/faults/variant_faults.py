@@ -75,7 +75,7 @@ def _weight_faults(copy: BundleCopy) -> list[Fault]:
 
 
 def _wrong_entry(name: str, copy: BundleCopy) -> str:
-    """Makes the entry of median size 1 % larger, or an integer one larger."""
+    """Makes the entry of median size 1 % larger, an integer one larger, infinity small."""
     place = 0
 
     def change(array: NDArray[np.generic]) -> NDArray[np.generic]:
@@ -86,7 +86,8 @@ def _wrong_entry(name: str, copy: BundleCopy) -> str:
         if array.dtype.kind in "iu":
             flat[place] = flat[place] + 1 if flat[place] < 127 else flat[place] - 1
         else:
-            flat[place] = flat[place] * SMALL if flat[place] else 0.01
+            scales = flat[place] and np.isfinite(flat[place])
+            flat[place] = flat[place] * SMALL if scales else 0.01
         return flat.reshape(array.shape)
 
     copy.edit(name.removeprefix("model."), change)

@@ -231,6 +231,15 @@ def test_each_output_of_each_graph_has_a_fault_that_is_caught(
     assert content(folder) == content(gate.subject.folder)
 
 
+def test_a_constant_of_infinity_can_be_off(all_variants: Bundle, tmp_path: Path) -> None:
+    copy = BundleCopy(all_variants, all_variants.variant("cpu-fp32"), tmp_path / "copy")
+    (fault,) = (each for each in faults_of(copy) if each.kind == "stored constant off")
+    (name,) = fault.plant.args  # type: ignore[attr-defined]
+    assert math.isinf(copy.array(name).min()), "masked positions"
+    assert name in str(fault.plant(copy))
+    assert copy.array(name).min() == pytest.approx(0.01)
+
+
 def content(folder: Path) -> dict[str, str]:
     return {
         path.relative_to(folder).as_posix(): sha256(path)

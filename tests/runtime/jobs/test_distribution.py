@@ -382,7 +382,7 @@ def test_a_billion_rows_on_a_thousand_machines(tmp_path: Path) -> None:
     job: Any = SimpleNamespace(
         row_range=(0, None), options=JobOptions(chunk_rows=chunk_rows), reader=reader, target=None
     )
-    job.readers = [reader]
+    job.readers, job.count = [reader], lambda: rows
     job.folder = tmp_path
     crew, summary = Imagined(8000, rows, chunk_rows), Summary()
     began = time.process_time()
