@@ -17,6 +17,8 @@ MADE: dict[str, Any] = runpy.run_path(str(CHECKOUT / "docs" / "make_sessions.py"
 QUICK = {"--max-minutes 2": "--max-steps 180", "head -100": "head -30"}
 # Their output is the model's text.
 TEXT = re.compile(r"-o - *$|^python |^cat |^head ")
+# Progress, told every 30 seconds.
+TOLD = re.compile(r"\w+: [\d,]+ of ")
 
 
 def heads(lines: list[str]) -> list[str]:
@@ -55,7 +57,7 @@ def test_the_commands_print_what_the_page_shows(page: Path, folder: Path) -> Non
         if TEXT.search(command):
             assert bool(printed) == bool(shown), command
             continue
-        found = iter(heads(printed))
+        found, shown = iter(heads(printed)), [line for line in shown if not TOLD.match(line)]
         # In this order; a model that is trained less may print more, such as ties.
         missing = [head for head in dict.fromkeys(heads(shown)) if head not in found]
         assert not missing, f"{command}: {printed}; `make sessions`"
