@@ -75,7 +75,7 @@ def _weight_faults(copy: BundleCopy) -> list[Fault]:
 
 
 def _wrong_entry(name: str, copy: BundleCopy) -> str:
-    """Makes the entry of median size 1 % larger, an integer one larger, infinity small."""
+    """Makes the entry of median size 1 % larger, an integer one larger, zero or infinity 0.01."""
     place = 0
 
     def change(array: NDArray[np.generic]) -> NDArray[np.generic]:
