@@ -57,10 +57,15 @@ def padded(columns: int) -> int:
 
 def widened(array: NDArray[Scalar], unit: int, limit: int | None = None) -> NDArray[Scalar]:
     """Pads `[rows, columns]` with zeros to a multiple of `unit` columns, at most `limit`."""
-    extra = -array.shape[1] % unit
+    rows, columns = array.shape
+    extra = -columns % unit
     if limit is not None:
-        extra = max(0, min(extra, limit - array.shape[1]))
-    return np.pad(array, ((0, 0), (0, extra)))
+        extra = max(0, min(extra, limit - columns))
+    if not extra:
+        return array
+    found = np.zeros((rows, columns + extra), array.dtype)  # np.pad takes ten times as long
+    found[:, :columns] = array
+    return found
 
 
 def windows(

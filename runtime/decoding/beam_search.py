@@ -29,6 +29,7 @@ from transferry.runtime.decoding.strategy import Choice, Request, Strategy
 # Segments of the vocabulary where numpy computes their maxima for a threshold: short segments cost
 # numpy more time, few segments leave more candidates above the threshold.
 SEGMENTS = 16
+LOWEST = float(np.finfo(np.float64).min)
 # Log-probabilities, parent beams and tokens, as `best_candidates` returns them.
 Candidates: TypeAlias = tuple[Doubles, Integers, Integers]
 
@@ -117,8 +118,7 @@ class BeamStrategy(Strategy):
         width = beam if rows[-1] % beam else 1  # at first each sentence has one
         sentences = rows[::width] // beam
         totals = self.totals[sentences, :width]
-        normalised = ~np.isnan(normaliser).reshape(-1, width)
-        failed = (~normalised & (totals > -np.inf)).any(axis=1)
+        failed = (np.isnan(normaliser).reshape(-1, width) & (totals > -np.inf)).any(axis=1)
         totals, parents, tokens = candidates(totals, self.count)
         excess = self.excess[sentences[:, None], parents]
         parents += np.arange(len(sentences))[:, None] * width
@@ -133,26 +133,30 @@ class BeamStrategy(Strategy):
                 row = int(rows[parents[place]])
                 ends[place] = self.stopped(row, row // beam, int(tokens[place]))
         at_limit = self.lengths[sentences] + 1 == self.limits[sentences]
-        complete = np.where(at_limit[:, None], exists, ends)[:, :beam]
-        for place in zip(*complete.nonzero(), strict=True) if complete.any() else ():
-            self._add(
-                *(int(sentences[place[0]]), int(rows[parents[place]]), int(tokens[place])),
-                *(float(totals[place]), float(excess[place]), bool(ends[place])),
-            )
-
         going_on: Any = slice(None), slice(beam)
-        if ends.any():
+        some_end = ends.any()
+        if some_end or at_limit.any():
+            complete = (ends | exists & at_limit[:, None])[:, :beam]
+            for place in zip(*complete.nonzero(), strict=True):
+                self._add(
+                    *(int(sentences[place[0]]), int(rows[parents[place]]), int(tokens[place])),
+                    *(float(totals[place]), float(excess[place]), bool(ends[place])),
+                )
+        if some_end:
             order = np.argsort(ends, axis=1, kind="stable")[:, :beam]
             going_on = np.arange(len(sentences))[:, None], order
-        # Stop strings can end more candidates than end tokens can, and leave too few others.
-        totals = np.where(ends, -np.inf, totals)[going_on]
+            # Stop strings can end more candidates than end tokens can, and leave too few others.
+            totals[ends] = -np.inf
+        totals = totals[going_on]
         done = failed | at_limit | self._settled(sentences, totals.max(axis=1))
-        totals[done] = -np.inf
+        if width < beam:
+            rows = self.rows_of(sentences)
+        if done.any():
+            totals[done] = -np.inf
+            self.failed[sentences] |= failed
+            self.ended[rows] |= done.repeat(beam)
         self.totals[sentences] = totals
         self.excess[sentences] = excess[going_on]
-        self.failed[sentences] |= failed
-        rows = self.rows_of(sentences)
-        self.ended[rows] |= done.repeat(beam)
         return Choice(rows, parents[going_on].ravel(), tokens[going_on].ravel())
 
     def _add(
@@ -227,18 +231,17 @@ def best_candidates(
     sentences, width = totals.shape
     offsets = totals.reshape(-1) - normaliser
     row, token = _contenders(allowed, maxima, offsets, width, count)
-    value = logits[row, token] + offsets[row]
-
-    # Side by side, sorted by beam and token: a stable sort keeps this order among equals.
-    sentence = row // width
-    column = np.arange(len(row)) - np.searchsorted(sentence, sentence)
-    columns = max(count, int(column.max(initial=0)) + 1)
-    values = np.full((sentences, columns), -np.inf)
-    candidates = np.zeros((2, sentences, columns), np.int64)
-    values[sentence, column] = value
-    candidates[:, sentence, column] = row - sentence * width, token
-    best = np.arange(sentences)[:, None], np.argsort(-values, axis=1, kind="stable")[:, :count]
-    return values[best], candidates[0][best], candidates[1][best]
+    value, sentence = logits[row, token] + offsets[row], row // width
+    starts = sentence.searchsorted(np.arange(sentences + 1))
+    if (np.diff(starts) < count).any():
+        lacking = np.arange(sentences).repeat(count)
+        row, token = np.append(row, lacking * width), np.append(token, 0 * lacking)
+        value, sentence = np.append(value, lacking - np.inf), np.append(sentence, lacking)
+        starts += np.arange(sentences + 1) * count
+    # Stable: sorted by beam and token, equal ones keep this order.
+    order = np.lexsort((-value, sentence))
+    best = order[starts[:-1, None] + np.arange(count)]
+    return value[best], row[best] % width, token[best]
 
 
 def best_of_top_k(top_k: TopK, totals: Doubles, count: int) -> Candidates:
@@ -280,20 +283,12 @@ def _contenders(
     Returns:
         Rows and tokens, sorted by row and then token, without logits of minus infinity.
     """
-    lowest = np.finfo(allowed.dtype).min
-    absent = ~np.isfinite(offsets)
     with np.errstate(invalid="ignore", over="ignore"):
-        reach = maxima.maxima + offsets[:, None]
-        reach[absent] = -np.inf
-        reach = reach.reshape(len(allowed) // width, -1)
-        kth = reach.shape[1] - count
-        threshold = np.full(len(allowed), -np.inf)  # where all are needed
-        if kth >= 0:
-            threshold = np.partition(reach, kth, axis=1)[:, kth].repeat(width)
-        # Lowered by the possible rounding of the sums, so that no candidate is missed.
-        rounding = 2 * np.finfo(np.float64).eps * (np.abs(threshold) + np.abs(offsets))
-        enough = np.maximum(threshold - offsets - rounding, lowest)
-    # Nothing reaches NaN, not even infinity.
-    enough[absent] = np.nan
-    # In the logits' precision: no number lies between the exact threshold and the nearest one.
-    return maxima.reaching(allowed, enough.astype(allowed.dtype))
+        # A beam that does not exist or failed reaches minus infinity or NaN.
+        reach = np.fmax(maxima.maxima + offsets[:, None], -np.inf)
+    reach = reach.reshape(len(allowed) // width, -1)
+    least, kth = np.full(len(reach), LOWEST), reach.shape[1] - count
+    if kth >= 0:  # else all are needed
+        np.maximum(np.partition(reach, kth, axis=1)[:, kth], LOWEST, out=least)
+    segments, least = np.flatnonzero(reach >= least[:, None]), least.repeat(width)
+    return maxima.within(allowed, segments, lambda found, row: found + offsets[row] >= least[row])

@@ -1,5 +1,6 @@
 """Arithmetic on logits `[rows, vocabulary]` that all searches share; rows are independent."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,18 +51,31 @@ class SegmentMaxima:
         Returns:
             Rows and tokens, sorted by row and then token.
         """
+        segments = np.flatnonzero(self.maxima >= least[:, None])
+        return self.within(logits, segments, lambda found, row: found >= least[row])
+
+    def within(
+        self, logits: Floats, segments: Integers, reached: Callable[[Floats, Integers], Bools]
+    ) -> tuple[Integers, Integers]:
+        """Finds logits in segments whose maxima suffice; returns as `reaching`.
+
+        Args:
+            logits: As for `reaching`.
+            segments: Places in the flattened maxima, ascending.
+            reached: Whether each logit `[segments, length]` suffices, given its row
+                `[segments, 1]`.
+        """
         rows, vocabulary = logits.shape
-        segments = self.maxima.shape[1]
-        row, segment = np.divmod(np.flatnonzero(self.maxima >= least[:, None]), segments)
+        row, segment = np.divmod(segments, self.maxima.shape[1])
         # The segments after the whole ones are single tokens.
         whole, length = vocabulary // self.length, self.length
         single_row = single_token = row[:0]
-        if segments > whole:
+        if self.maxima.shape[1] > whole:
             single = segment >= whole
             single_row, single_token = row[single], segment[single] + whole * (length - 1)
             row, segment = row[~single], segment[~single]
         found = logits[:, : whole * length].reshape(rows, whole, length)[row, segment]
-        place, offset = np.divmod(np.flatnonzero(found >= least[row, None]), length)
+        place, offset = np.divmod(np.flatnonzero(reached(found, row[:, None])), length)
         row, token = row[place], segment[place] * length + offset
         if not len(single_row):
             return row, token

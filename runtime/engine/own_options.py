@@ -21,12 +21,12 @@ BODY_NAMES = {"n_best": "n", "max_length": "max_tokens", "min_length": "min_toke
 
 
 @lru_cache(MOST_OPTIONS)
-def batch_options(options: GenerationOptions, positions: int) -> GenerationOptions:
+def batch_options(options: GenerationOptions, max_length: int) -> GenerationOptions:
     """Returns the options of a batch: each request has its own limit and seed.
 
     Checking new options takes 90 microseconds, as long as a small model takes for a token.
     """
-    return replace(options, max_length=positions, seed=0)
+    return replace(options, max_length=max_length, seed=0)
 
 
 class OwnOptions:

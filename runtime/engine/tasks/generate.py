@@ -474,16 +474,17 @@ class _Generate:
             stream = search_stream(
                 decoder,
                 one_batch(batch),
-                replace(items[0].group, max_length=max(limits)),
+                batch_options(items[0].group, max(limits)),
                 tokenizer.special,
                 slots=len(batch),
                 decode=tokenizer.decode,
             )
             for item, found in stream:
-                result = self._result(item.row, found)
-                yield item, replace(result, shared_prompt_tokens=shared.pop(item, 0))
+                yield item, self._result(item.row, found, shared.pop(item, 0))
 
-    def _result(self, row: EncodedRow, found: Sequence[Hypothesis]) -> GenerationResult:
+    def _result(
+        self, row: EncodedRow, found: Sequence[Hypothesis], copied: int
+    ) -> GenerationResult:
         from transferry.runtime.decoding.stop_strings import StopStrings
 
         decode = self.engine.bundle.tokenizer.decode
@@ -493,7 +494,6 @@ class _Generate:
             for one in found
             if one.finish_reason != "error"
         )
-        error = None if hypotheses else NOT_FINITE
-        return GenerationResult(
-            row.text, len(row.ids), hypotheses, error=error, truncated=row.truncated
-        )
+        error, around = None if hypotheses else NOT_FINITE, (row.text, len(row.ids), hypotheses)
+        result = GenerationResult(*around, error=error, truncated=row.truncated)
+        return replace(result, shared_prompt_tokens=copied) if copied else result
