@@ -12,6 +12,7 @@ from typing import Any
 
 from transferry.build_model.allocator import freed_memory_kept, rarely_collected
 from transferry.build_model.checkpoint import Checkpoint
+from transferry.build_model.own.model import OwnModel
 from transferry.export.blame.cross_check import cross_checks
 from transferry.export.blame.localise import localise
 from transferry.export.checks.check import Check, Findings, claim, prove
@@ -22,7 +23,14 @@ from transferry.export.checks.claims import (
     require_exported_from,
 )
 from transferry.export.checks.files import WRITTEN, written
-from transferry.export.checks.graphs import LEFT_OUT, Fresh, fresh_graphs, graphs_claim
+from transferry.export.checks.graphs import (
+    LEFT_OUT,
+    TOKENS,
+    Fresh,
+    fresh_graphs,
+    graphs_claim,
+    tokens_claim,
+)
 from transferry.export.checks.numbers import batch_sizes, numbers, positions
 from transferry.export.checks.scores import scores
 from transferry.export.checks.searches import (
@@ -222,6 +230,8 @@ class Verification:
         if self.request.effort.anew:
             found.append(claim(RECORDED, lambda: [recorded_claim(bundle, variant, oracle)]))
         found.append(claim(GRAPHS, lambda: [graphs_claim(fresh, bundle, variant)]))
+        if not isinstance(subject.checkpoint.model, OwnModel):
+            found.append(claim(TOKENS, lambda: [tokens_claim(bundle, variant)]))
         found.append(claim("left out", self._left_out))
         found += numbers(subject, oracle, self.cases)
         if self.request.effort.anew:

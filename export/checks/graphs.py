@@ -3,7 +3,7 @@
 A fault may wait for a batch or a pair of tokens that no case has, or hide in the tolerance of
 a reduced precision. But the same run and versions give the same graphs, so that an operator, an
 attribute or an edge that differs is a fault whatever it does to the answers. What export itself
-gets wrong, the comparison with torch shows.
+gets wrong, the comparison with torch shows; that nothing waits for a token, `tokens_claim`.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ from transferry.runtime.proof.report import Claim
 UNLIKE = "holds a graph unlike the one that export writes"
 MOST_SHOWN = 60  # characters of an attribute in a message
 LEFT_OUT = "left out to save time"
+TOKENS = "token ids"
+# Operators that move token ids without looking at them.
+MOVES = {"Cast", "Concat", "Identity", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"}
 # Graphs that export makes now, by name; None if they are not compared.
 Fresh = Mapping[str, Graph] | None
 # Packages that decide the graphs.
@@ -100,6 +103,35 @@ def graphs_claim(fresh: Fresh, bundle: Bundle, variant: Variant) -> Claim:
             found = f"{name}: {problem}"
             return Claim(GRAPHS, found, f"{UNLIKE}: {found}; do not deploy it")
     return Claim(GRAPHS, "")
+
+
+def tokens_claim(bundle: Bundle, variant: Variant) -> Claim:
+    """Requires that token ids choose rows of weights, and nothing else.
+
+    A graph that compares them answers otherwise where some tokens meet, which no text may show.
+    Neither the reference nor a family does; the search in the graph `generate` must.
+    """
+    for name, spec in variant.graphs.items():
+        if name == ONE_GRAPH:
+            continue
+        given = {*spec.names("source"), *spec.names("target")}
+        inputs = ir.load(bundle.graph(spec)).graph.inputs
+        waiting = [value for value in inputs if value.name in given]
+        while waiting:
+            for node, place in waiting.pop().uses():
+                if node.op_type == "Gather" and place == 1:
+                    table = node.inputs[0]
+                    if table is not None and table.is_initializer():
+                        continue
+                elif node.op_type in MOVES and (place == 0 or node.op_type == "Concat"):
+                    waiting += node.outputs
+                    continue
+                elif node.op_type == "Shape":
+                    continue
+                found = f"{name}: {node.op_type} {label(node.outputs[0])} reads token ids"
+                verdict = f"holds a graph that waits for tokens: {found}; do not deploy it"
+                return Claim(TOKENS, found, verdict)
+    return Claim(TOKENS)
 
 
 def _problem(graph: Graph, bundle: Bundle, spec: GraphSpec) -> str:

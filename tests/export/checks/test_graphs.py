@@ -13,7 +13,7 @@ import pytest
 
 from tests.traced import TRACES
 from transferry.build_model.checkpoint import Checkpoint
-from transferry.export.checks.graphs import fresh_graphs, graphs_claim
+from transferry.export.checks.graphs import fresh_graphs, graphs_claim, tokens_claim
 from transferry.export.rewrite.calibration import Calibration
 from transferry.export.trace.graph import Graph
 from transferry.runtime.bundle.bundle import Bundle
@@ -171,6 +171,10 @@ def problem_of(
     fresh: dict[str, Graph], bundle: Bundle, folder: Path, change: Any, raw: bool = False
 ) -> str:
     """The claim of a bundle whose decoder is changed in memory, or as the message in its file."""
+    return graphs_claim(fresh, changed(bundle, folder, change, raw), bundle.variant(NAME)).problem
+
+
+def changed(bundle: Bundle, folder: Path, change: Any, raw: bool = False) -> Bundle:
     variant = bundle.variant(NAME)
     copy = dataclasses.replace(bundle, folder=shutil.copytree(bundle.folder, folder / "copy"))
     path = copy.graph(variant.graphs["decoder"])
@@ -182,7 +186,41 @@ def problem_of(
         change(edited)
         model = ir.to_proto(edited)
     path.write_bytes(model.SerializeToString())
-    return graphs_claim(fresh, copy, variant).problem
+    return copy
+
+
+def compared(model: ir.Model) -> None:
+    """A branch on two neighbouring tokens that no text may have."""
+    target = next(value for value in model.graph.inputs if value.name == "target")
+    later = ir.node("Slice", [target, *(ir.Value(name=f"end{each}") for each in range(2))])
+    one = ir.node("Equal", [later.outputs[0], ir.Value(name="token")])
+    model.graph.extend([later, one])
+
+
+def looked_up(model: ir.Model) -> None:
+    """A table of flags of tokens that the graph computes itself."""
+    table = ir.node("Not", [ir.Value(name="flags")])
+    target = next(value for value in model.graph.inputs if value.name == "target")
+    model.graph.extend([table, ir.node("Gather", [table.outputs[0], target])])
+
+
+def counted(model: ir.Model) -> None:
+    """Token ids as the sizes of another tensor."""
+    target = next(value for value in model.graph.inputs if value.name == "target")
+    node = next(node for node in model.graph if node.op_type == "Reshape")
+    node.replace_input_with(1, target)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"), [(compared, "Equal"), (looked_up, "Gather"), (counted, "Reshape")]
+)
+def test_a_graph_that_waits_for_tokens_is_named(
+    all_variants: Bundle, tmp_path: Path, change: Any, named: str
+) -> None:
+    honest = all_variants.manifest.variants.values()
+    assert {tokens_claim(all_variants, each).problem for each in honest} == {""}
+    found = tokens_claim(changed(all_variants, tmp_path, change), all_variants.variant(NAME))
+    assert re.match(f"decoder: {named} .* reads token ids", found.problem)
 
 
 def renamed_and_reordered(model: ir.Model) -> None:
