@@ -23,7 +23,7 @@ from transferry.export.recipes import Recipe
 from transferry.export.rewrite.calibration import Calibration
 from transferry.export.rewrite.fused import fused_graphs, require_all
 from transferry.export.rewrite.kv_scales import KVScales, fold_kv_scales
-from transferry.export.rewrite.linear_int8 import Int8Kernels
+from transferry.export.rewrite.linear_int8 import Int8Kernels, transposed
 from transferry.export.trace.editing import (
     CONTRIB,
     alike,
@@ -244,7 +244,9 @@ class _Attention:
         before = self.joined.consumers()[0]
         graph = before.graph
         assert isinstance(graph, ir.Graph)
-        single_query = self._single_query(graph, columns, empty, options)
+        given = [self.query, *(_as_matrix(argument(each, UPDATES)) for each in self.writers)]
+        given = _one_product(given) or given
+        single_query = self._single_query(graph, given, columns, empty, options)
         olds = [self.joined, *self._cast_to_float(graph)]
         nodes = _nodes_only_for(olds, graph)
         choice = ir.node("If", [single], num_outputs=3)
@@ -266,20 +268,22 @@ class _Attention:
     def _single_query(
         self,
         graph: ir.Graph,
+        given: Sequence[ir.Value],
         columns: Sequence[ir.Value],
         empty: Sequence[ir.Value],
         options: Mapping[str, float],
     ) -> ir.Graph:
-        """Returns the branch for a single query per slot."""
+        """Returns the branch for a single query per slot; `given` may be queries, keys, values."""
         tape, width = ir.tape.Tape(), self.heads * self.d_head
         kv_width = self.kv_heads * self.d_head
-        given = [(self.query, width)]
-        given += [(argument(writer, UPDATES), kv_width) for writer in self.writers]
+        # Keys and values that are packed with the queries are absent.
+        packed = bool(self.writers) and len(given) == 1
+        widths = [width + 2 * kv_width * packed, kv_width, kv_width]
         rows = [
             tape.op("Reshape", [value, constant(graph, "row", [-1, 1, last])])
-            for value, last in given
+            for value, last in zip(given, widths, strict=False)
         ]
-        new = [] if self.writers else empty
+        new = [None] * 2 * packed if self.writers else empty
         states = [argument(writer, 0) for writer in self.writers] or self.memory
         one = shared(graph, "ones", np.ones(1, np.float32))
         attended, *states = tape.op_multi_out(
@@ -330,6 +334,53 @@ class _Attention:
         for value, kind in zip(outputs, (FLOAT, INT8, INT8), strict=True):
             value.type = kind
         return ir.Graph([], outputs, nodes=nodes, name=name)
+
+
+def _as_matrix(value: ir.Value) -> ir.Value:
+    """Returns the matrix that a Reshape splits into heads, or the value itself."""
+    producer = value.producer()
+    split = producer is not None and producer.op_type == "Reshape"
+    return argument(producer, 0) if producer is not None and split else value
+
+
+def _one_product(layers: Sequence[ir.Value]) -> list[ir.Value] | None:
+    """Makes int8 layers of one input one product, and splits it for the layers' readers.
+
+    Every number stays the same: the sums of integers are exact, and each output has its own scale.
+    onnxruntime joins the weights when it opens the graph.
+
+    Args:
+        layers: Queries, keys and values `[rows, outputs]`.
+
+    Returns:
+        The product alone, or None where these are no such layers.
+    """
+    nodes = [node for each in layers if (node := each.producer()) is not None]
+    given = [tuple(node.inputs) for node in nodes if node.op_type == "MatMulIntegerToFloat"]
+    if not len(given) == len(layers) == 3 or len({each[0] for each in given}) > 1:
+        return None
+    if len(biases := [each[6] for each in given if each[6] is not None]) not in (0, 3):
+        return None
+    (x, _, query_scale, *_), (_, _, scale, _, zero, *_), _ = given
+    tape = ir.tape.Tape()
+    scales = [each[3] for each in given]
+    # The query's divisor, a power of two.
+    scales[0] = tape.op("Mul", [scales[0], tape.op("Div", [query_scale, scale])])
+    weights = [transposed_from(argument(node, 1)) for node in nodes]
+    weight = transposed(tape, tape.op("Concat", weights, {"axis": 0}))
+    bias = tape.op("Concat", biases, {"axis": 0}) if biases else None
+    inputs = [x, weight, scale, tape.op("Concat", scales, {"axis": 0}), zero, None, bias]
+    product = tape.op("MatMulIntegerToFloat", inputs, domain=CONTRIB)
+    graph, widths = nodes[0].graph, [size(each, -1) for each in layers]
+    assert isinstance(graph, ir.Graph)
+    parts = tape.op_multi_out(
+        "Split", [product, constant(graph, "widths", widths)], {"axis": 1}, num_outputs=3
+    )
+    graph.insert_before(next(node for node in graph if node in nodes), tape.nodes)
+    for part, layer in zip(parts, layers, strict=True):
+        layer.replace_all_uses_with(alike(part, layer))
+    graph.remove([*nodes, *(_producer(argument(node, 1)) for node in nodes)], safe=True)
+    return [product]
 
 
 def _nodes_only_for(values: Sequence[ir.Value], graph: ir.Graph) -> list[ir.Node]:

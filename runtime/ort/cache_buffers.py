@@ -133,13 +133,10 @@ class CacheBuffers:
             AllocationError: There is not enough memory.
         """
         sizes = {"batch": slots, "past": slots, "source": columns, "capacity": columns}
-        return [
-            BufferView.of(
-                self._decoder.zeros(role, [int(sizes.get(str(n), n)) for n in spec.shape])
-            )
-            for spec in self._decoder.graph.inputs
-            if spec.role == role
-        ]
+        # All of a role have one shape.
+        shape = [int(sizes.get(str(n), n)) for n in self._decoder.graph.tensor(role).shape]
+        count = len(self._decoder.graph.names(role))
+        return [BufferView(self._decoder.zeros(role, shape), 0, shape[0]) for _ in range(count)]
 
     def cells(self, columns: Integers, former: Integers | None = None) -> Integers:
         """Slot, head and column of cells, of columns `[slots, new]`: `[slots, new, kv_heads, 3]`.

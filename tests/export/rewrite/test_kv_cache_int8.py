@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+import onnxruntime
 import pytest
 import torch
 from numpy.typing import NDArray
@@ -15,9 +16,11 @@ from transferry.build_model.model.config import ModelConfig
 from transferry.build_model.model.transformer import Transformer
 from transferry.export.checks.weights import weights_claim
 from transferry.export.rewrite.calibration import Calibration, calibrate, vocabulary_texts
-from transferry.export.rewrite.kv_cache_int8 import quantise_cache
+from transferry.export.rewrite.kv_cache_int8 import _one_product, _producer, quantise_cache
 from transferry.export.rewrite.kv_scales import HEADROOM, LARGEST, KVRanges, fold_kv_scales
+from transferry.export.trace.editing import CONTRIB, argument, register
 from transferry.export.trace.graph import Graph
+from transferry.export.trace.in_place import FUSED_OPSET
 from transferry.runtime.errors import InputError, ParityError
 from transferry.runtime.ort.fused_decoder import AHEAD, FusedDecoder
 from transferry.runtime.ort.session import SessionOptions
@@ -147,10 +150,14 @@ def test_every_attention_has_both_branches(made: Made) -> None:
     graph = graphs["decoder"].model.graph
     choices = [node for node in graph if node.op_type == "If"]
     assert len(choices) == model.config.decoder_layers * (2 if model.encoder else 1)
-    for choice in choices:
+    for number, choice in enumerate(choices):
         one, several = (choice.attributes[f"{name}_branch"].as_graph() for name in ("then", "else"))
         assert [node.op_type for node in one].count("GroupQueryAttention") == 1
         assert [node.op_type for node in several].count("Softmax") == 1
+        # Queries, keys and values come from one product, except where keys are turned or normed.
+        packed = "Split" in [node.op_type for node in several]
+        itself = not (model.encoder and number % 2)
+        assert packed == (itself and model.config.positions != "rotary")
     outside = {node.op_type for node in graph}
     assert not outside & {"Softmax", "GroupQueryAttention", "TensorScatter"}
     # The branch for a single query reads no float copy of the cache.
@@ -158,6 +165,50 @@ def test_every_attention_has_both_branches(made: Made) -> None:
         if node.op_type == "Cast":
             assert node.inputs[0] is not None
             assert node.inputs[0].dtype != ir.DataType.INT8 or "embedding" in str(node.inputs[0])
+
+
+@pytest.mark.parametrize("biased", [3, 2, 0])
+def test_one_product_has_the_bits_of_three(biased: int) -> None:
+    """Also of a query that is divided; where one of three has no bias, nothing changes."""
+    rng, outputs, graph = np.random.default_rng(0), (32, 16, 16), ir.Graph([], [], nodes=[])
+    x = ir.Value(name="x", type=ir.TensorType(ir.DataType.UINT8), shape=ir.Shape(["rows", 24]))
+    zero, tape = register(graph, "zero", np.uint8(117)), ir.tape.Tape(graph)
+    for number, count in enumerate(outputs):
+        held: list[NDArray[Any] | np.generic] = [
+            rng.integers(-64, 65, (count, 24), dtype=np.int8),
+            np.float32(0.037 if number else 0.037 / 8),
+            rng.uniform(0.001, 0.1, count).astype(np.float32),
+            rng.standard_normal(count, np.float32),
+        ]
+        weight, scale, scales, bias = (
+            register(graph, f"{name}.{number}", each)
+            for name, each in zip(("weight", "scale", "scales", "bias"), held, strict=True)
+        )
+        inputs = [x, tape.op("Transpose", [weight], {"perm": [1, 0]}), scale, scales, zero, None]
+        given = [*inputs, bias if number < biased else None]
+        layer = tape.op("MatMulIntegerToFloat", given, domain=CONTRIB)
+        layer.type, layer.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape(["rows", count])
+        graph.outputs.append(tape.op("Identity", [layer], output=ir.Value(name=f"y{number}")))
+        graph.outputs[-1].type = layer.type
+    graph.inputs.append(x)
+    graph.opset_imports.update({"": FUSED_OPSET, CONTRIB: 1})
+    model = ir.Model(graph, ir_version=10)
+
+    def answers() -> list[bytes]:
+        session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString())
+        return [
+            each.tobytes()
+            for rows in (1, 3, 40)
+            for each in session.run(
+                None, {"x": np.random.default_rng(rows).integers(0, 256, (rows, 24), np.uint8)}
+            )
+        ]
+
+    before = answers()
+    layers = [argument(_producer(value), 0) for value in graph.outputs]
+    assert (_one_product(layers) is not None) == (biased != 2)
+    assert [node.op_type for node in graph].count("MatMulIntegerToFloat") == (3, 1)[biased != 2]
+    assert answers() == before
 
 
 def test_only_the_cache_is_int8(made: Made) -> None:
