@@ -230,9 +230,9 @@ def _smollm3_shape(config: Settings, names: set[str]) -> ModelConfig:
     if not isinstance(turns, list) or len(turns) != layers:
         config.refuse("no_rope_layers", turns, f"0 or 1 for each of {layers} layers")
     unrotated = tuple(number for number, turn in enumerate(turns) if not turn)
-    sliding = layer_types(config, layers, [not turn for turn in turns])
-    slides = config.flag("use_sliding_window", False)
-    seen = windows(config, fields, 0, sliding if slides else [False] * layers)
+    slides = config.flag("use_sliding_window", False)  # only where layer_types is absent
+    sliding = layer_types(config, layers, [slides and not turn for turn in turns])
+    seen = windows(config, fields, 0, sliding)
     return ModelConfig(
         **fields | attention_biases(config) | {"tied": config.flag("tie_word_embeddings", True)},
         feed_forward_bias=config.flag("mlp_bias", False),

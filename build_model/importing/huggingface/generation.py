@@ -139,9 +139,9 @@ class _Reader:
         }
         fields |= self._lengths() | self._search() | self._rules() | self._tokens()
         for least, most in (("min_length", "max_length"), ("min_total_length", "max_total_length")):
-            if fields.get(least, 0) > fields.get(most, fields["max_length"]):
-                # Such answers have the maximal length.
-                fields[least] = fields.get(most, fields["max_length"])
+            # max_new_tokens alone limits no total.
+            if fields.get(least, 0) > (limit := fields.get(most, LONGEST)):
+                fields[least] = limit  # such answers have the maximal length
                 new = settings.get("min_new_tokens")
                 name = "min_length" if new is None else "min_new_tokens"
                 self._leave(name, settings.get(name), "limited to max_length")
@@ -185,13 +185,14 @@ class _Reader:
         if new is None and longest is not None:
             new = longest - 1 if self.has_encoder else longest
             if not self.has_encoder:
-                fields["max_total_length"] = longest
+                fields["max_total_length"] = min(longest, LONGEST)
         assert new is not None
         if new < 1:
             self.settings.refuse("max_length", longest, "at least 2, the begin token counted")
         if new > self.shape.max_positions:
             reason = f"limited to the {self.shape.max_positions} positions of the model"
-            self._leave("max_length" if longest == new else "max_new_tokens", new, reason)
+            name = "max_new_tokens" if self.settings.get("max_new_tokens") else "max_length"
+            self._leave(name, self.settings.get(name), reason)
         fields["max_length"] = min(new, self.shape.max_positions, LONGEST)
         least, new = self._whole("min_length"), self._whole("min_new_tokens")
         if new is not None:

@@ -101,11 +101,15 @@ def read_rotary(
         if keys.share_key is not None:
             share = found.number("partial_rotary_factor", config.number(keys.share_key, share))
         elif (part := found.number("partial_rotary_factor", share)) != share:
-            # transformers turns all features of such a type, or fails where they are scaled.
+            # transformers turns all features of such a type, but scales rates of a part of them.
+            if _kind(found, keys) != "default":
+                found.refuse("partial_rotary_factor", part, f"{share:g} for this model_type")
             config.leave("partial_rotary_factor", part)
         scaling, width = _kind(found, keys), int(d_head * share)
-        if not 0 < width <= d_head or base <= 1.0:
-            found.refuse("partial_rotary_factor", share, "a share of a head, and a base above 1")
+        odd = width < d_head and width % 2
+        if not 0 < width <= d_head or odd or base <= 1.0:
+            supported = "a share of a head with an even number of features, and a base above 1"
+            found.refuse("partial_rotary_factor", share, supported)
         return _rotary(config, found, scaling, _Context(base, width, d_head, longest))
     except (ArithmeticError, ValueError) as error:
         raise InputError(

@@ -65,15 +65,21 @@ class ClassifiedResult(RowResult):
         """Returns the values of a table's columns: the score of the likeliest and of each label."""
         cells = super().cells(n_best)
         scores = cells.pop("scores", [])
-        by_label = {score_column(each["label"]): each["score"] for each in scores}
+        names, values = score_columns(self.scores), [each["score"] for each in scores]
         several = self.single and len(scores) > 1  # of a regression, where no score is the largest
-        best = {} if several or not scores else {"score": max(by_label.values())}
-        return {**cells, **best, **by_label}
+        best = {} if several or not scores else {"score": max(values)}
+        return {**cells, **best, **dict(zip(names, values, strict=False))}
 
 
-def score_column(label: str) -> str:
-    """Returns the name of the column with a label's score."""
-    return f"score_{label}"
+def score_columns(labels: Iterable[LabelScore | str]) -> list[str]:
+    """Returns the name of each label's column; "_" tells equal labels apart."""
+    names: list[str] = []
+    for label in labels:
+        name = f"score_{label if isinstance(label, str) else label.label}"
+        while name in names:
+            name += "_"
+        names.append(name)
+    return names
 
 
 class Classify(HeadTask):
@@ -89,7 +95,7 @@ class Classify(HeadTask):
     def __init__(self, engine: OpenBundle, options: PairOptions, layout: Layout) -> None:
         super().__init__(engine, options, layout)
         labels = head_of(engine, self.name).labels
-        scores: dict[str, Kind] = {score_column(label): "float" for label in labels}
+        scores: dict[str, Kind] = dict.fromkeys(score_columns(labels), "float")
         self.columns = {"label": "text", "score": "float", **(scores if len(labels) > 1 else {})}
 
 

@@ -46,10 +46,14 @@ def test_tags(aggregation: Aggregation, seed: int) -> None:
 @pytest.mark.parametrize("kind", ["softmax", "sigmoid", "none"])
 def test_labels_and_ranks(kind: Any) -> None:
     scores, row = np.array([[0.3, -2.0, 1.5]]), Row((TEXT,), (1, 2))
-    head = HeadSettings("classify", ("a", "b", "c"), kind, "sigmoid")
+    head = HeadSettings("classify", ("a", "b", "a"), kind, "sigmoid")
     call: Any = SimpleNamespace(head=head)
     named = classify._Call.answer(call, scores[0])
     result = classify.ClassifiedResult(TEXT, 2, **named)
+    # Labels of one name have columns of their own.
+    cells, own = result.cells(), [each.score for each in result.scores]
+    assert [cells[f"score_{name}"] for name in ("a", "b", "a_")] == own
+    assert cells.get("score", max(own)) == max(own)
     agrees = RESULTS["classify"]
     assert agrees(inputs_of(head), row, result, {"head": scores})
     assert not agrees(inputs_of(head), row, replace(result, label="b"), {"head": scores})

@@ -146,6 +146,7 @@ def nomic_shape(config: Settings, names: set[str]) -> ModelConfig:
     for name in ("rotary_emb_scale_base", "num_heads_kv"):
         config.only(name, None)
     config.only("moe_every_n_layers", 0)
+    config.only("rotary_emb_fraction", 1.0, 1)  # transformers turns all features
     units = {"swiglu": "silu", "geglu": "gelu"}
     if config.get("activation_function") is not None:
         config.values["hidden_act"] = config.choice("activation_function", units, "swiglu")
@@ -159,7 +160,7 @@ def nomic_shape(config: Settings, names: set[str]) -> ModelConfig:
     own = config.whole("head_dim", head_width(shape))
     if own != head_width(shape):
         config.refuse("head_dim", own, "hidden_size / num_attention_heads")
-    keys = RotaryKeys(1000.0, "rotary_emb_base", share_key="rotary_emb_fraction")
+    keys = RotaryKeys(1000.0, "rotary_emb_base")
     head = "cls.predictions.transform.dense.weight" in names
     rotary = read_rotary(config, own, longest, keys)
     return ModelConfig(

@@ -315,11 +315,12 @@ def _clean_up(pretrained: PretrainedFolder, made: Any) -> None:
     """Removes blanks before punctuation from the text of ids (`clean_up_tokenization`)."""
     settings, merged = pretrained.tokenizer, type(made.model).__name__ == "BPE"
     forced = settings.flag(f"{CLEAN_UP}_for_bpe_even_though_it_will_corrupt_output", False)
-    # Without a decoder pieces are joined by blanks, which no decoder does.
-    if made.decoder is None or not settings.flag(CLEAN_UP, False) or (merged and not forced):
+    if not settings.flag(CLEAN_UP, False) or (merged and not forced):
         return
+    # Without a decoder pieces are joined by blanks, as if each began a word.
+    joined = made.decoder or decoders.WordPiece("\0" * 9, cleanup=False)
     replaced = [decoders.Replace(found, content) for found, content in CLEANED]
-    made.decoder = decoders.Sequence([made.decoder, decoders.Fuse(), *replaced])
+    made.decoder = decoders.Sequence([joined, decoders.Fuse(), *replaced])
 
 
 def _lower(pretrained: PretrainedFolder, made: Any) -> None:

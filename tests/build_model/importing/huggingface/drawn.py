@@ -199,14 +199,14 @@ def starcoder2(draw: Draw) -> dict[str, Any]:
 
 
 def smollm3(draw: Draw) -> dict[str, Any]:
-    slides = draw.choice([True, False])
+    slides, window = draw.choice([True, False]), draw.choice([None, 4, 4])
     return llama_like(
         draw,
         use_sliding_window=slides,
-        sliding_window=4 if slides else draw.choice([None, 4]),
+        sliding_window=window,
         no_rope_layer_interval=draw.choice([2, 4]),
         no_rope_layers=draw.choice([None, [1, 0, 0]]),
-        layer_types=layer_types(draw, 3) if slides else None,
+        layer_types=layer_types(draw, 3) if window else None,
         attention_bias=draw.choice([True, False]),
         mlp_bias=draw.choice([True, False]),
     )

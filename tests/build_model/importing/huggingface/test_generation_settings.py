@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -118,24 +120,45 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "max_new_tokens": 8,
     },
 }
+CHOICES: dict[str, list[Any]] = {
+    "num_beams": [1, 2, 3, 5],
+    "early_stopping": [True, False, "never"],
+    "max_length": [10, 15, 30],
+    "max_new_tokens": [2, 5, 9],
+    "min_length": [0, 5, 12],
+    "min_new_tokens": [0, 4, 8],
+    "length_penalty": [0.0, 0.6, -1.0, 2.0],
+    "repetition_penalty": [0.7, 1.2, 2.0],
+    "no_repeat_ngram_size": [1, 2, 3],
+    "bad_words_ids": [[[6], [9, 10]], [[EOS]], [[5, 6, 7]], [[EOS, 4]], [[BOS]]],
+    "suppress_tokens": [[23], [5, 6, 7]],
+    "begin_suppress_tokens": [[10, 0], [EOS], [5, 6, 7, 8, 9]],
+    "forced_eos_token_id": [12, [12]],
+    "renormalize_logits": [True],
+    "eos_token_id": [[EOS, 12, 16], [EOS, 5], 12],
+}
+# The lengths alone contradict each other, or count the prompt, in many ways.
+SEEDS = range(16, 16 + int(os.environ.get("EXAMPLES", "1")))
+DRAWN = [(kind, seed) for kind in SHAPES for seed in SEEDS]
 
 
-@pytest.mark.parametrize("place", ["generation_config.json", "config.json"])
-@pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.parametrize(("kind", "seed"), DRAWN)
 @torch.inference_mode()
-def test_without_options_the_answers_are_those_of_generate(
-    kind: str, name: str, place: str, folder: Folder, models: dict[str, Any]
+def test_drawn_settings_give_the_answers_of_generate(
+    kind: str, seed: int, folder: Folder, models: dict[str, Any]
 ) -> None:
-    settings = SETTINGS[name]
-    in_config = place == "config.json"
-    made = folder(settings) if in_config else folder(**settings, use_cache=True)
+    draw = random.Random(seed)
+    lengths = [name for name in CHOICES if name.startswith(("min_", "max_"))]
+    names = {*draw.sample(lengths, 2), *draw.sample([*CHOICES], 5)}
+    made = folder(**{name: draw.choice(CHOICES[name]) for name in sorted(names)})
+    require_their_answers(kind, made, models)
+
+
+def require_their_answers(kind: str, made: PretrainedFolder, models: dict[str, Any]) -> set[str]:
+    """Compares with `generate` of a folder; returns the settings that the import leaves out."""
     fields, left_out = generation_defaults(made, SHAPES[kind])
-    wanted_left = {"temperature", "top_p"} if name == "a language model's" else set()
-    if name == "BART's" and kind == "decoder-only":
-        wanted_left = {"forced_bos_token_id"}
-    assert left_out.keys() == wanted_left
     model, ends = models[kind], made.tokens("eos_token_id")
+    in_config = not made.generation.path.exists()
     path = made.config.path if in_config else made.generation.path
     theirs = transformers.GenerationConfig.from_pretrained(
         path.parent, path.name, _from_model_config=in_config
@@ -143,7 +166,7 @@ def test_without_options_the_answers_are_those_of_generate(
     theirs.decoder_start_token_id = BOS
     special = SpecialTokens(PAD, BOS, ends[0], after=(), more_ends=tuple(ends[1:]))
     # transformers forces the first token after a prompt of one token, too.
-    rows = [row for row in sources()[:5] if name != "BART's" or len(row) > 1]
+    rows = [row for row in sources()[:5] if theirs.forced_bos_token_id is None or len(row) > 1]
     found = search(TheirDecoder(model), rows, GenerationOptions(**fields), special)
     previous, model.generation_config = model.generation_config, theirs
     try:
@@ -155,6 +178,26 @@ def test_without_options_the_answers_are_those_of_generate(
             assert list(hypotheses[0].scored_tokens) == answer[: stop + 1]
     finally:
         model.generation_config = previous
+    return {*left_out}
+
+
+PLACED = [(name, "generation_config.json") for name in SETTINGS]
+PLACED += [(name, "config.json") for name in ("none", "BART's", "old")]
+
+
+@pytest.mark.parametrize(("name", "place"), PLACED)
+@pytest.mark.parametrize("kind", SHAPES)
+@torch.inference_mode()
+def test_without_options_the_answers_are_those_of_generate(
+    kind: str, name: str, place: str, folder: Folder, models: dict[str, Any]
+) -> None:
+    settings = SETTINGS[name]
+    in_config = place == "config.json"
+    made = folder(settings) if in_config else folder(**settings, use_cache=True)
+    wanted_left = {"temperature", "top_p"} if name == "a language model's" else set()
+    if name == "BART's" and kind == "decoder-only":
+        wanted_left = {"forced_bos_token_id"}
+    assert require_their_answers(kind, made, models) == wanted_left
 
 
 def test_a_sampling_default_stays_one(folder: Folder) -> None:

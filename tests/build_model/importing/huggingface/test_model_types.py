@@ -30,8 +30,9 @@ from tests.build_model.importing.huggingface.drawn import (
 from tests.build_model.importing.huggingface.encoder_types import LIKE_OTHERS, LIKE_ROBERTA
 from tests.build_model.importing.huggingface.small_models import require_their_tokens
 from transferry.build_model.importing.huggingface import encoder_decoder
-from transferry.build_model.importing.huggingface.folder import CONFIG
+from transferry.build_model.importing.huggingface.folder import CONFIG, Settings
 from transferry.build_model.importing.huggingface.importer import FAMILIES, import_pretrained
+from transferry.build_model.importing.huggingface.rope import read_rotary
 from transferry.build_model.importing.huggingface.settings_table import judge
 from transferry.export.torch_model import TorchDecoder
 from transferry.runtime.decoding.generation_options import GenerationOptions
@@ -204,7 +205,9 @@ def test_rotary_positions_may_stand_under_older_names(kind: str, seed: int, tmp_
     require_same_logits(drawn.ours, drawn.theirs)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in ROTARY if kind not in ("phi3", "gpt_neox")])
+@pytest.mark.parametrize(
+    "kind", ["nomic_bert", *(kind for kind in ROTARY if kind not in ("phi3", "gpt_neox"))]
+)
 @torch.inference_mode()
 def test_a_share_that_turns_is_told_where_transformers_turns_all(kind: str, tmp_path: Path) -> None:
     own = {"rope_theta": 100.0, "rope_type": "default", "partial_rotary_factor": 0.5}
@@ -213,6 +216,10 @@ def test_a_share_that_turns_is_told_where_transformers_turns_all(kind: str, tmp_
     drawn = Drawn(kind, 0, tmp_path, rope_parameters=both if nested else own)
     assert "partial_rotary_factor 0.5" in drawn.settings.left
     require_same_logits(drawn.ours, drawn.theirs)
+    own |= {"rope_type": "linear", "factor": 2.0}  # transformers scales half of them
+    config = Settings(tmp_path / "config.json", {"rope_parameters": own})
+    with pytest.raises(InputError, match=r"partial_rotary_factor is 0.5, .* supported: 1 for"):
+        read_rotary(config, 8, 64)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "bart", "t5", "distilbert"])
