@@ -141,9 +141,9 @@ def _log_of_sums(sums: Floats, logits: Floats) -> Doubles:
     The graph does not subtract the largest logit first. A row whose sum float32 cannot hold is
     computed again the slow, safe way.
     """
-    extreme = ~((sums > SMALLEST_SUM) & (sums < LARGEST_SUM))
-    if not extreme.any():
+    if sums.min() > SMALLEST_SUM and sums.max() < LARGEST_SUM:
         return np.log(sums, dtype=np.float64)
+    extreme = ~((sums > SMALLEST_SUM) & (sums < LARGEST_SUM))
     result = np.empty(len(sums))
     result[extreme] = log_sum_exp(logits[extreme])
     result[~extreme] = np.log(sums[~extreme], dtype=np.float64)
