@@ -5,6 +5,7 @@ import contextlib
 import gzip
 import hashlib
 import io
+import math
 import os
 import re
 import select
@@ -91,6 +92,7 @@ def read_raw_lines(
     encoding: str | None = None,
     pages: bool = True,
     start: int = 0,
+    stop: float = math.inf,
 ) -> Iterator[bytes]:
     r"""Streams the lines as bytes, for readers that continue after a line that is not UTF-8.
 
@@ -103,6 +105,7 @@ def read_raw_lines(
             this encoding has other line ends, as UTF-16 has, the lines come in UTF-8.
         pages: Whether lines may be those of a page in HTML.
         start: Byte at which a line begins, in a file that is not packed.
+        stop: Lines that begin there or behind it are left out.
 
     Raises:
         InputError: The file is unreadable, binary, damaged, or has other line ends.
@@ -114,18 +117,21 @@ def read_raw_lines(
         refuse_other_content(file.peek(), shown, encoding_of_lines(encoding), pages=pages)
         if start:
             file.seek(start)
-        for line in _bounded(file, shown, start):
+        for line in _bounded(file, shown, start, stop):
             if keep_ends or isinstance(line, LongLine):
                 yield line
             else:
                 yield line[:-2] if line.endswith(b"\r\n") else line.removesuffix(b"\n")
 
 
-def _bounded(file: io.BufferedReader, shown: str, start: int = 0) -> Iterator[bytes]:
+def _bounded(
+    file: io.BufferedReader, shown: str, at: int = 0, stop: float = math.inf
+) -> Iterator[bytes]:
     """Yields lines with their ends, and a LongLine in the place of a long one."""
-    for number, line in enumerate(iter(partial(file.readline, MOST_LINE), b""), start):
+    while at < stop and (line := file.readline(MOST_LINE)):
+        first, at = not at, at + len(line)
         whole = len(line) < MOST_LINE or line.endswith(b"\n")
-        if number == 0:
+        if first:
             line = line.removeprefix(codecs.BOM_UTF8)
             if not line:  # there was only the mark
                 return
@@ -134,7 +140,10 @@ def _bounded(file: io.BufferedReader, shown: str, start: int = 0) -> Iterator[by
                     f"{shown}: expected lines that end in \\n, found only \\r; convert it: "
                     "tr '\\r' '\\n' < OLD > NEW"
                 )
-        yield line if whole else LongLine.of(chain([line], _rest(file)))
+        if not whole:
+            line = LongLine.of(chain([line], _rest(file)))
+            at = file.tell() if stop < math.inf else at
+        yield line
 
 
 def _rest(file: io.BufferedReader) -> Iterator[bytes]:

@@ -51,7 +51,14 @@ from transferry.runtime.jobs.output_files import (
     foreign_output,
     remote_output,
 )
-from transferry.runtime.jobs.plan import RESTORE, Runner, hash_of_input, partition_range
+from transferry.runtime.jobs.plan import (
+    RESTORE,
+    Runner,
+    cut,
+    hash_of_input,
+    is_cut,
+    partition_range,
+)
 from transferry.runtime.jobs.summary import Summary, Tally, read_summary
 from transferry.runtime.settings import to_toml
 from transferry.runtime.stopping import at_stop
@@ -123,9 +130,12 @@ class Job:
         self.options = options = replace(options, task=name)
         self.task: Task = TASKS[name](self.engine, options, self.layout)
         self.writer = self._writer()
+        self._is_cut, columns = is_cut(self), self.writer.columns
+        if self._is_cut and columns is not None:
+            self.writer = replace(self.writer, columns=replace(columns, numbers=False))
         every = options.canary and fraction(options.canary)[1]
         self.canary = Canary(self.engine, every, self.task) if every else None
-        self._read = 0
+        self._read, self._cut = 0, dict[str, Any]()
 
     def _readers(self) -> tuple[RowReader, RowReader | None]:
         """Opens the input and the targets of its rows."""
@@ -196,8 +206,9 @@ class Job:
         values |= {name: value for name, value in others.items() if value is not None}
         if options.partition is not None:
             rows = self.row_range  # counts the input
-            values |= {"partition": options.partition, "input_rows": self.reader.count}
-            values |= {"input_sha256": hash_of_input(self.reader, self.target), "rows": rows}
+            values |= {"partition": options.partition, "rows": rows}
+            whole = {"input_rows": self.reader.count}
+            values |= self._cut or whole | {"input_sha256": hash_of_input(self.reader, self.target)}
         return cast(dict[str, Any], json.loads(json.dumps(values)))
 
     @cached_property
@@ -205,6 +216,9 @@ class Job:
         """The job's first row, and a row that comes after its last; None if unknown."""
         if self.options.partition is None:
             return 0, self.options.limit
+        if self._is_cut:
+            self._cut = cut(self.reader, self.options, self.writer.columns)
+            return 0, None
         local = self.remote is None and self.output != STANDARD_STREAM
         shared = self.output.parent / LINES if local else None
         return partition_range(self.reader, self.target, self.options, shared)
@@ -278,7 +292,8 @@ class Job:
             texts = partial(self._texts, journal, summary, settings)
             if self.remote is not None:
                 watch(replace(summary, note=f"uploading to {self.remote.folder}"))
-                self.remote.publish(journal.parts, ending_of(self.fingerprint), texts)
+                begin = self._cut.get("bytes", [0])[0]
+                self.remote.publish(journal.parts, ending_of(self.fingerprint), texts, begin)
                 self._complete(say)
             else:
                 if not self.options.force:  # it may have appeared since the job began

@@ -53,7 +53,8 @@ class JobOptions(TaskOptions):
         limit: Limit on the rows read.
         partition: I/N: the I-th of N parts of the input, to use N machines; auto: by the variables
             of SLURM, Kubernetes and others.
-        partition_by: Whether a partition is a number of rows or of whole files.
+        partition_by: Rows, counted first, or whole files. Default: rows, found by their bytes
+            where that is possible.
         chunk_rows: Rows saved, and lost by an interruption, together.
         max_errors: Limit on the rows with errors.
         canary: 1/N: compute one row in N again on the reference, and compare.

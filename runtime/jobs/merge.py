@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from transferry.runtime.errors import InputError, UsageError
@@ -54,6 +56,7 @@ class _Partition:
         fingerprint: Fingerprint of its job, without `number`.
         record: Its whole summary.
         rows: Its first row, and the row after its last; None for a whole job.
+        bytes: Where these begin and end in the input, if `rows` is not known before all are there.
     """
 
     path: Any
@@ -62,6 +65,7 @@ class _Partition:
     fingerprint: dict[str, Any]
     record: dict[str, Any]
     rows: list[int] | None = None
+    bytes: list[int] | None = None
 
     @classmethod
     def of(cls, path: Any, record: dict[str, Any]) -> _Partition:
@@ -77,8 +81,14 @@ class _Partition:
         if partition is None:
             raise InputError(f"{path} is not a partition: its job ran without --partition")
         number, count = fraction(partition)
-        rows = fingerprint.pop("rows", None)
-        return cls(path, number, count, fingerprint | {"partitions": count}, record, rows)
+        rows, place = fingerprint.pop("rows", None), fingerprint.pop("bytes", None)
+        rows = rows if place is None else None
+        return cls(path, number, count, fingerprint | {"partitions": count}, record, rows, place)
+
+    @property
+    def first(self) -> int | None:
+        """Number of the first row, where rows without an id still lack their numbers."""
+        return self.rows[0] if self.rows and self.fingerprint.get("lacks_ids") else None
 
     def check(self) -> None:
         """Refuses an output that has changed since its job wrote it."""
@@ -153,14 +163,21 @@ def merge(
     if keep_parts:
         _keep(partitions, out, summary)
         return summary
-    writer = _writer(partitions[0], out)
+    compression = partitions[0].fingerprint["compression"]
+    if out != STANDARD_STREAM and named_format(out)[1] != compression:
+        raise UsageError(
+            f"{out} must be compressed as {partitions[0].path} is; let its name end in "
+            f"{compression or 'no .gz or .zst'}"
+        )
+    packing = "" if out == STANDARD_STREAM else compression
+    writer, first = _writer(partitions[0], packing), partitions[0].first
     files = [path for partition in partitions for path in partition.files]
     if out == STANDARD_STREAM:
         with standard_output() as file:
-            writer.join(files, file)
+            writer.join(files, file, first)
         return summary
     with atomic_file(out) as file:
-        writer.join(files, file)
+        writer.join(files, file, first)
         file.flush()
         _describe(summary, out, sha256(Path(file.name)))
     _forget_lines(partitions)
@@ -172,6 +189,9 @@ def _joined(partitions: Sequence[_Partition]) -> Summary:
     summary = Summary()
     for partition in partitions:
         done = Summary.from_dict(partition.record)
+        if partition.bytes is not None and partition.rows:
+            row, first = re.compile(r"(?<=^row )\d+"), partition.rows[0]
+            done.first_error = row.sub(lambda it: str(int(it[0]) + first), done.first_error)  # noqa: B023
         summary.add(done)
         summary.resumed += done.resumed
     summary.made = {
@@ -203,18 +223,34 @@ def _checked(partitions: Sequence[_Partition]) -> list[_Partition]:
     return found
 
 
-def _parts(partitions: Sequence[_Partition]) -> list[Part]:
-    """Returns the parts of partitions, in order, without those of no row."""
+def _parts(partitions: Sequence[_Partition], folder: Path) -> list[Part]:
+    """Returns the parts of partitions, in order, without those of no row.
+
+    Those whose rows lack numbers are written anew to a folder.
+    """
     found = [part for partition in partitions for part in partition.parts()]
-    return [part for part in found if part.rows] or found[:1]
+    found, whole = [part for part in found if part.rows] or found[:1], partitions[0]
+    if whole.first is None:
+        return found
+    ending, writer = ending_of(whole.fingerprint), _writer(whole, whole.fingerprint["compression"])
+    parts = []
+    for part in found:
+        path = folder / f"{part.first:012d}.{ending}"
+        with path.open("wb") as file:
+            writer.join([part.path], file, part.first)
+        parts.append(Part(part.first, part.rows, path.stat().st_size, sha256(path), path))
+    return parts
 
 
 def _keep(partitions: Sequence[_Partition], out: Path, summary: Summary) -> None:
     """Makes a folder of the partitions' files; they are links where the file system has them."""
-    parts, ending = _parts(partitions), ending_of(partitions[0].fingerprint)
+    ending = ending_of(partitions[0].fingerprint)
     with staged_folder(out) as folder:
+        parts = _parts(partitions, folder)
         placed = [part._replace(path=folder / f"{part.first:012d}.{ending}") for part in parts]
         for part, new in zip(parts, placed, strict=True):
+            if part == new:
+                continue
             try:
                 os.link(part.path, new.path)
             except OSError:  # another file system, or one without links
@@ -239,7 +275,9 @@ def _upload(partitions: Sequence[_Partition], output: RemoteOutput, *, force: bo
         summary.made["sha256"] = digest
         return {SUMMARY: f"{json.dumps(summary.to_dict(), indent=1)}\n"}
 
-    output.publish(_parts(partitions), ending_of(partitions[0].fingerprint), texts)
+    with TemporaryDirectory() as folder:
+        parts = _parts(partitions, Path(folder))
+        output.publish(parts, ending_of(partitions[0].fingerprint), texts)
     _forget_lines(partitions)
     return summary
 
@@ -273,6 +311,11 @@ def _complete(partitions: Sequence[_Partition]) -> list[_Partition]:
     """Returns the partitions in order; refuses them where they are not one whole job."""
     first, *others = partitions
     for other in others:
+        if (first.bytes is None) != (other.bytes is None):
+            raise InputError(
+                f"{first.path} and {other.path} are not partitions of the same kind; run all of "
+                "them with the same --partition-by"
+            )
         if changes := differences(first.fingerprint, other.fingerprint):
             raise InputError(
                 f"{first.path} and {other.path} are not of the same job: {'; '.join(changes)}"
@@ -287,33 +330,32 @@ def _complete(partitions: Sequence[_Partition]) -> list[_Partition]:
     if missing := [n for n in range(1, first.count + 1) if n not in by_number]:
         names = ", ".join(f"{number}/{first.count}" for number in missing)
         raise InputError(f"partition {names} is missing; give the outputs of all {first.count}")
-    found, end = [by_number[number] for number in sorted(by_number)], 0
-    for partition in found:
-        if partition.rows is not None and partition.rows[0] != end:
+    found, row, byte = [by_number[number] for number in sorted(by_number)], 0, 0
+    for place, partition in enumerate(found):
+        where = ("byte", byte) if partition.bytes else ("row", row + 1)
+        begin = (partition.bytes or [(partition.rows or [row])[0] + 1])[0]
+        if begin != where[1]:
             raise InputError(
-                f"{partition.path} begins at row {partition.rows[0] + 1}, expected row {end + 1}; "
-                "run all partitions with the same --partition-by"
+                f"{partition.path} begins at {where[0]} {begin}, expected {where[0]} {where[1]}; "
+                "run all partitions of one input, with the same --partition-by"
             )
-        end = partition.rows[1] if partition.rows is not None else end
+        if partition.bytes:
+            byte, rows = partition.bytes[1], [row, row + partition.record["rows"]]
+            found[place] = replace(partition, rows=rows)
+        row = (found[place].rows or [0, row])[1]
     return found
 
 
-def _writer(partition: _Partition, out: Path) -> RowWriter:
+def _writer(partition: _Partition, compression: Any) -> RowWriter:
     """Returns a writer that joins files as the job of one partition would."""
-    fingerprint = partition.fingerprint
-    format, compression = fingerprint["output_format"], fingerprint["compression"]
-    schema = None
+    fingerprint, schema = partition.fingerprint, None
+    format = fingerprint["output_format"]
     if format == "parquet":
         with opened_parquet(partition.files[0]) as file:
             schema = file.schema_arrow
-    if out != STANDARD_STREAM and named_format(out)[1] != compression:
-        raise UsageError(
-            f"{out} must be compressed as {partition.path} is; let its name end in "
-            f"{compression or 'no .gz or .zst'}"
-        )
     return join_writer(
         format,
-        named_format(out)[1],
+        compression,
         names=fingerprint["output_columns"],
         schema=schema,
         width=fingerprint["width"],

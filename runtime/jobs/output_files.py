@@ -203,7 +203,7 @@ class RemoteOutput:
     def _differs(self, name: str, fingerprint: Mapping[str, Any]) -> bool:
         """Whether the summary of another partition is of another job."""
         theirs = dict(self.record(name).get("fingerprint", {}))
-        own = {"partition": None, "rows": None}
+        own = {"partition": None, "rows": None, "bytes": None}
         return bool(differences(theirs | own, {**fingerprint, **own}))
 
     def _is_kin(self, name: str) -> bool:
@@ -222,7 +222,11 @@ class RemoteOutput:
         return found if isinstance(found, dict) else {}
 
     def publish(
-        self, parts: Iterable[Part], ending: str, texts: Callable[[str], Mapping[str, str]]
+        self,
+        parts: Iterable[Part],
+        ending: str,
+        texts: Callable[[str], Mapping[str, str]],
+        begin: int = 0,
     ) -> None:
         """Uploads the parts, then their descriptions; the manifest makes them the output.
 
@@ -232,6 +236,8 @@ class RemoteOutput:
             parts: The parts, in order.
             ending: Ending of their names.
             texts: Returns the texts of summary and settings, by suffix, given the output's hash.
+            begin: Byte of a partition whose rows are not counted: added to the numbers of rows, it
+                gives names in the same order.
 
         Raises:
             InputError: The folder cannot be written.
@@ -241,7 +247,9 @@ class RemoteOutput:
         self.folder.remove([*stale, *([MANIFEST] if MANIFEST in found else [])])
         waiting = iter(parts)
         while group := list(islice(waiting, _TOGETHER)):
-            named = [(part, f"{part.first:012d}-{part.sha256[:16]}.{ending}") for part in group]
+            named = [
+                (part, f"{begin + part.first:012d}-{part.sha256[:16]}.{ending}") for part in group
+            ]
             new = [(part.path, name) for part, name in named if found.get(name) != part.size]
             if new:
                 self.folder.upload(new)

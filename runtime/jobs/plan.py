@@ -14,8 +14,11 @@ from typing import Any, cast
 
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.io.atomic import durable_file
+from transferry.runtime.io.outputs import STANDARD_STREAM
 from transferry.runtime.io.whole import sha256
+from transferry.runtime.jobs.formats.records import OutputColumns
 from transferry.runtime.jobs.formats.rows import RowReader
+from transferry.runtime.jobs.formats.sources import Series
 from transferry.runtime.jobs.job_options import JobOptions, fraction
 from transferry.runtime.jobs.journal import Journal
 from transferry.runtime.jobs.summary import Summary, Tally
@@ -49,6 +52,40 @@ def partition_range(
         ends = [rows * each // partitions for each in (number - 1, number)]
     most = counts[-1] if options.limit is None else options.limit
     return min(ends[0], most), min(ends[1], most)
+
+
+def is_cut(job: Any) -> bool:
+    """Whether a job's partition reads its own bytes alone, and so knows no numbers of its rows.
+
+    Those decide samples and canaries; ids are filled in by `merge`, if there is one.
+    """
+    options, columns = job.options, job.writer.columns
+    if options.partition_by == "file":
+        apart = isinstance(job.reader, Series)
+    else:
+        apart = options.partition is not None and options.partition_by is None and job.reader.keeps
+    numbered = options.limit or options.target or options.canary or not job.runner.in_order
+    numbered = numbered or (job.task.generation is not None and job.task.generation.sample)
+    if not apart or numbered or job.layout.format in ("openai", "parquet", "arrow"):
+        return False
+    filled = job.writer.format in ("jsonl", "parquet") or job.layout.format == "text"
+    merged = job.remote is None and job.output != STANDARD_STREAM
+    return columns is None or not columns.identified or (filled and merged)
+
+
+def cut(reader: RowReader, options: JobOptions, columns: OutputColumns | None) -> dict[str, Any]:
+    """Leaves the rows of a partition that is cut; returns facts for its fingerprint."""
+    number, partitions = fraction(str(options.partition))
+    sizes, ends = [file.size for file in reader.steady], (number - 1, number)
+    if options.partition_by == "file":
+        starts = cast(Series, reader).starts
+        begin, end = (starts[(len(starts) - 1) * each // partitions] for each in ends)
+    else:
+        begin, end = (reader.start(reader.size * each // partitions) for each in ends)
+    reader.cut(begin, end)
+    lacks_ids = columns is not None and columns.identified
+    told = hashlib.sha256(json.dumps(sizes).encode()).hexdigest()
+    return {"input_sha256": told, "bytes": [begin, end], "lacks_ids": lacks_ids}
 
 
 def hash_of_input(reader: RowReader, target: RowReader | None) -> str:

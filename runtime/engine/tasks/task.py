@@ -95,7 +95,8 @@ class Layout:
         return self.column, *self.others
 
     def __str__(self) -> str:
-        return f"{self.format} with the columns {', '.join((*self.texts, *self.columns))}"
+        names = self.names or (*self.texts, *self.columns)
+        return f"{self.format} with the columns {', '.join(names)}"
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import base64
+import csv
 import json
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from transferry.runtime.engine.result import RowError
-from transferry.runtime.io.lines import LongLine
+from transferry.runtime.io.lines import MOST_LINE, LongLine
 
 
 def decoded(line: bytes, encoding: str = "utf-8") -> str | RowError:
@@ -90,3 +92,61 @@ def cell_text(value: Any) -> str:
 
 
 to_json = json.JSONEncoder(ensure_ascii=False, default=json_value).encode
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        raise ValueError("it has a key twice")
+    return fields
+
+
+def _finite(number: str) -> float:
+    value = float(number)
+    return value if math.isfinite(value) else _refuse_number(number)
+
+
+def _refuse_number(number: str) -> float:
+    raise ValueError(f"{number} is not both a JSON number and a float64")
+
+
+JSON = json.JSONDecoder(
+    object_pairs_hook=_object, parse_constant=_refuse_number, parse_float=_finite
+)
+
+
+def depth(value: Any) -> int:
+    """Returns how deep a JSON value is nested."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    return 1 + max(map(depth, value), default=0) if isinstance(value, list) else 0
+
+
+class CsvLines:
+    """Text lines for csv.reader, with the bytes of those that it took since the last record."""
+
+    def __init__(self, lines: Iterator[bytes], encoding: str) -> None:
+        self.lines, self._raw, self._line = 0, bytearray(), b""
+        self._source, self._encoding = lines, encoding
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        line = self._line = next(self._source)
+        self.lines += 1
+        self._raw += line
+        if isinstance(line, LongLine) and self.lines == 1:
+            return ""
+        if isinstance(line, LongLine) or len(self._raw) > MOST_LINE:
+            raise csv.Error("a record longer than a row may be, or an unclosed quotation mark")
+        # Bytes that are not text are found in _cells, once it is known which row has them.
+        return line.decode(self._encoding, "replace")
+
+    def taken(self) -> bytes:
+        """Returns the bytes of a record, and begins the next."""
+        raw, self._raw = bytes(self._raw), bytearray()
+        single, self.lines = self.lines == 1, 0
+        if single:
+            return self._line
+        return LongLine.of([raw]) if len(raw) > MOST_LINE else raw

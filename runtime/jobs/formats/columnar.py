@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import accumulate, chain, islice, takewhile
@@ -315,3 +315,58 @@ def import_pyarrow(kind: str = "Parquet") -> Any:
             "another format"
         ) from error
     return pyarrow
+
+
+def with_schema(batch: Any, schema: Any) -> Any:
+    """Returns columns of a batch with the types of a schema; one file of several may differ.
+
+    Raises:
+        InputError: A value would change, or a text become another type.
+    """
+    import pyarrow
+
+    types, arrays = pyarrow.types, []
+    for name, kind in zip(schema.names, schema.types, strict=True):
+        array = batch.column(name)
+        # Arrow 26 cannot cast a struct to its own type where it is a slice.
+        if array.type != kind:
+            texts = types.is_string(array.type) or types.is_large_string(array.type)
+            try:
+                if texts and (types.is_primitive(kind) or types.is_decimal(kind)):
+                    raise pyarrow.ArrowInvalid("texts are no numbers")
+                array = array.cast(kind)
+            except pyarrow.ArrowException as error:
+                raise InputError(
+                    f"the column {name} is {kind} in the first file and {array.type} in a later "
+                    f"one, which does not fit ({error}); add --drop {name}, or run a job for each"
+                ) from error
+        arrays.append(array)
+    return pyarrow.record_batch(arrays, schema)
+
+
+def with_numbers(batches: Iterable[Any], first: int) -> Iterator[Any]:
+    """Yields batches whose rows have the number of the row where the column id is null."""
+    import pyarrow
+    import pyarrow.compute
+
+    for batch in batches:
+        place, ids = batch.schema.get_field_index("id"), batch.column("id")
+        numbers = pyarrow.array(range(first, first + batch.num_rows)).cast(ids.type)
+        filled = pyarrow.compute.coalesce(ids, numbers)
+        yield batch.set_column(place, batch.schema.field(place), filled)
+        first += batch.num_rows
+
+
+def row_groups(batches: Iterable[Any], most: int) -> Iterator[list[Any]]:
+    """Regroups batches of at most `most` rows: each list but the last has that many."""
+    group: list[Any] = []
+    room = most
+    for batch in batches:
+        if batch.num_rows >= room:
+            yield [*group, batch.slice(0, room)]
+            batch, group, room = batch.slice(room), [], most
+        if batch.num_rows:
+            group.append(batch)
+            room -= batch.num_rows
+    if group:
+        yield group

@@ -5,8 +5,9 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import cast
 
 from transferry.runtime.errors import InputError, UsageError
@@ -163,3 +164,12 @@ def _fits(lines: Sequence[str], delimiter: str, *, cut: bool) -> bool:
         if not (cut and "end of data" in str(error)):
             return False
     return len(set(widths)) == 1 and widths[0] > 1
+
+
+def up_to(lines: Iterator[bytes], count: int, size: int) -> Iterator[bytes]:
+    """Yields the first lines, until there are enough of them or of their bytes."""
+    for line in islice(lines, count):
+        yield line
+        size -= len(line)
+        if size < 0:
+            return

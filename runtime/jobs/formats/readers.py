@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 import re
@@ -28,7 +29,14 @@ from transferry.runtime.io.lines import (
     read_raw_lines,
 )
 from transferry.runtime.io.whole import unreadable
-from transferry.runtime.jobs.formats.cells import as_text, decoded, has_nul
+from transferry.runtime.jobs.formats.cells import (
+    JSON,
+    CsvLines,
+    as_text,
+    decoded,
+    depth,
+    has_nul,
+)
 from transferry.runtime.jobs.formats.columnar import ArrowReader, ParquetReader, require_texts
 from transferry.runtime.jobs.formats.detection import (
     Dialect,
@@ -36,6 +44,7 @@ from transferry.runtime.jobs.formats.detection import (
     format_of_name,
     is_json,
     require_json_lines,
+    up_to,
 )
 from transferry.runtime.jobs.formats.openai_batch import Request, parse_request
 from transferry.runtime.jobs.formats.remote_file import Source
@@ -56,6 +65,8 @@ from transferry.runtime.jobs.job_options import InputFormat
 FIRST_RECORDS, FIRST_BYTES = 100, 1 << 20
 # First line of a table in which Excel tells the delimiter.
 _SEPARATOR = re.compile(rb"sep=([^\r\n])\r?\n?", re.I)
+# Bytes in which the shape of at most so many rows tells whether a line begins a row of CSV.
+_PROBES, _PROBED = (1 << 16, 1 << 20, 1 << 24), 10
 # Deeper JSON is refused, since writing it again could exceed Python's stack.
 MOST_NESTED = 100
 # Rows of JSONL searched for an object whose keys become the columns.
@@ -154,6 +165,7 @@ class _LineReader(RowReader):
     # Lines above the first row, and whether a row with quotation marks may have several lines.
     _above, _quotes = 0, False
     _index: LineIndex | None = None
+    _stop = math.inf
 
     def __init__(
         self, path: Source, format: InputFormat, column: str | None, dialect: Dialect
@@ -189,10 +201,33 @@ class _LineReader(RowReader):
         except OSError as error:
             raise unreadable(self.file, error) from error
 
+    def start(self, at: int) -> int:
+        """Returns the byte of the first row that begins at a byte or behind it; 0 for the first."""
+        if at >= self._steady.size:
+            return at
+        header = islice(self._split(self._raw_lines(0, keep_ends=True)), self._above)
+        if at <= sum(len(line.raw) for line in header) + len(BOM_UTF8):
+            return 0
+        with self._steady.opened() as file:
+            file.seek(at - 1)
+            while (line := file.readline(MOST_LINE)) and not line.endswith(b"\n"):
+                pass
+            return int(file.tell())
+
+    def cut(self, begin: int, end: int) -> None:
+        """Leaves only the rows between two bytes; numbers them anew."""
+        self._index, self._stop = LineIndex([self._above], [begin]), end
+
+    @property
+    def size(self) -> int:
+        """Bytes of the rows, header included; 0 if unknown."""
+        begin = self._index.before(self._above)[1] if self._stop < math.inf and self._index else 0
+        return int(min(self._steady.size, self._stop)) - begin
+
     def share(self, place: Any = None) -> float:
         """Returns the share of the bytes before a place, or read so far."""
-        size = self._steady.size
-        return (self._steady.at if place is None else place[1]) / size if size else 0.0
+        size, end = self.size, min(self._steady.size, self._stop)
+        return 1 - (end - (self._steady.at if place is None else place[1])) / size if size else 0.0
 
     def place(self, first: int) -> Any:
         """Returns number and offset of a line."""
@@ -221,6 +256,8 @@ class _LineReader(RowReader):
 
     def rows(self, first: int = 0, last: int | None = None) -> Iterator[InputRow]:
         start, begun = self.place(first)
+        if begun >= self._stop:
+            return
         if begun:
             number, lines = start - self._above, self._lines(begun)
         else:
@@ -239,6 +276,7 @@ class _LineReader(RowReader):
 
     def _raw_lines(self, start: int, *, keep_ends: bool = False) -> Iterator[bytes]:
         told: dict[str, Any] = {"encoding": self._dialect.encoding, "pages": self._dialect.pages}
+        told["stop"] = self._stop
         return read_raw_lines(self._steady, keep_ends=keep_ends, start=start, **told)
 
     @abstractmethod
@@ -275,7 +313,7 @@ class _TsvReader(_LineReader):
         if start:
             return lines
         self._above = 1
-        head = list(_up_to(lines, FIRST_RECORDS, FIRST_BYTES))
+        head = list(up_to(lines, FIRST_RECORDS, FIRST_BYTES))
         if head and (told := _SEPARATOR.fullmatch(head[0])):  # Excel's own
             del head[0]
             self._above = 2
@@ -310,36 +348,6 @@ class _TsvReader(_LineReader):
         return text if isinstance(text, RowError) else text.split(self._delimiter)
 
 
-class _Record:
-    """Text lines for csv.reader, with the bytes of those that it took since the last record."""
-
-    def __init__(self, lines: Iterator[bytes], encoding: str) -> None:
-        self.lines, self._raw, self._line = 0, bytearray(), b""
-        self._source, self._encoding = lines, encoding
-
-    def __iter__(self) -> Iterator[str]:
-        return self
-
-    def __next__(self) -> str:
-        line = self._line = next(self._source)
-        self.lines += 1
-        self._raw += line
-        if isinstance(line, LongLine) and self.lines == 1:
-            return ""
-        if isinstance(line, LongLine) or len(self._raw) > MOST_LINE:
-            raise csv.Error("a record longer than a row may be, or an unclosed quotation mark")
-        # Bytes that are not text are found in _cells, once it is known which row has them.
-        return line.decode(self._encoding, "replace")
-
-    def taken(self) -> bytes:
-        """Returns the bytes of a record, and begins the next."""
-        raw, self._raw = bytes(self._raw), bytearray()
-        single, self.lines = self.lines == 1, 0
-        if single:
-            return self._line
-        return LongLine.of([raw]) if len(raw) > MOST_LINE else raw
-
-
 class _CsvReader(_TsvReader):
     """RFC 4180: commas, and quotation marks around fields with commas or line breaks."""
 
@@ -353,7 +361,7 @@ class _CsvReader(_TsvReader):
 
     def _split(self, lines: Iterator[bytes]) -> Iterator[_Line]:
         csv.field_size_limit(max(csv.field_size_limit(), MOST_LINE))
-        record = _Record(lines, self._encoding)
+        record = CsvLines(lines, self._encoding)
         reader = csv.reader(record, delimiter=self._delimiter or ",", strict=True)
         while True:
             cells: list[str] | RowError
@@ -362,9 +370,35 @@ class _CsvReader(_TsvReader):
             except StopIteration:
                 return
             except csv.Error as error:
+                if "end of data" in str(error) and self._stop < self._steady.size:
+                    raise InputError(
+                        f"{self.file}: it is not clear at which byte a row begins, such as "
+                        f"{self._stop:,.0f}; add --partition-by rows"
+                    ) from error
                 over = f" in a record over {record.lines} lines" if record.lines > 1 else ""
                 cells = RowError("malformed", f"expected CSV{over}, found: {error}")
             yield _Line(record.taken(), cells)
+
+    def start(self, at: int) -> int:
+        """Returns the byte of a row that probably begins there; `_split` tells of wrong ones."""
+        if (start := super().start(at)) in (0, self._steady.size):
+            return start
+        for most in _PROBES:
+            with self._steady.opened() as file:
+                file.seek(start)
+                content = file.read(most)
+            whole = len(content) < most
+            for begin in (b"", b'"'):  # outside quotation marks, or inside
+                rows = [*islice(self._split(io.BytesIO(begin + content)), _PROBED)]
+                rows = rows if whole else rows[:-1]  # the last may be cut
+                part, rows = rows[: len(begin)], rows[len(begin) :]
+                fits = [isinstance(row.cells, list) for row in part] + [*map(self._fits, rows)]
+                if all(fits) and (rows or (part and whole)):
+                    return start + sum(len(row.raw) - 1 for row in part)
+        return start
+
+    def _fits(self, line: _Line) -> bool:
+        return isinstance(line.cells, list) and len(line.cells) == len(self._names)
 
     def _cells(self, line: _Line) -> list[str] | RowError:
         assert line.cells is not None
@@ -394,10 +428,10 @@ class _JsonlReader(_LineReader):
         if isinstance(text, RowError):
             return text
         try:
-            fields = _JSON.decode(text)
+            fields = JSON.decode(text)
             if not isinstance(fields, dict):
                 raise ValueError(f"it is a {type(fields).__name__}")
-            if _depth(fields) > MOST_NESTED:
+            if depth(fields) > MOST_NESTED:
                 raise RecursionError
         except ValueError as error:
             return RowError("malformed", f"expected a JSON object: {error}")
@@ -451,15 +485,6 @@ class _RequestReader(_JsonlReader):
         return InputRow(number, id, text, {}, raw, request=request)
 
 
-def _up_to(lines: Iterator[bytes], count: int, size: int) -> Iterator[bytes]:
-    """Yields the first lines, until there are enough of them or of their bytes."""
-    for line in islice(lines, count):
-        yield line
-        size -= len(line)
-        if size < 0:
-            return
-
-
 _READERS: dict[InputFormat, Callable[..., RowReader]] = {
     "text": _TextReader,
     "tsv": _TsvReader,
@@ -470,30 +495,3 @@ _READERS: dict[InputFormat, Callable[..., RowReader]] = {
     "arrow": ArrowReader,
     "xlsx": SpreadsheetReader,
 }
-
-
-def _object(pairs: list[tuple[str, Any]]) -> Fields:
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        raise ValueError("it has a key twice")
-    return fields
-
-
-def _finite(number: str) -> float:
-    value = float(number)
-    return value if math.isfinite(value) else _refuse_number(number)
-
-
-def _refuse_number(number: str) -> float:
-    raise ValueError(f"{number} is not both a JSON number and a float64")
-
-
-_JSON = json.JSONDecoder(
-    object_pairs_hook=_object, parse_constant=_refuse_number, parse_float=_finite
-)
-
-
-def _depth(value: Any) -> int:
-    if isinstance(value, dict):
-        value = list(value.values())
-    return 1 + max(map(_depth, value), default=0) if isinstance(value, list) else 0

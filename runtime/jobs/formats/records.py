@@ -87,6 +87,7 @@ class OutputColumns:
 
     Attributes:
         identified: Whether rows get an `id`; rows of a table have their own columns instead.
+        numbers: Whether a row without an id gets its number; else `join` gives it.
         is_table: Whether all rows have the same columns.
         source: All columns of the input's table, in order; empty for other inputs.
         repeated: Columns of the input that every row has, in order.
@@ -102,6 +103,7 @@ class OutputColumns:
     chosen: _Chosen
     own: Sequence[Mapping[str, str]]
     kinds: Mapping[str, Kind]
+    numbers: bool = True
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -116,7 +118,8 @@ class OutputColumns:
 
     def record(self, row: InputRow, result: RowResult, n_best: int) -> dict[Any, Any]:
         """Returns the values of a row by name; `ARROW` stands for columns that Arrow repeats."""
-        found: dict[Any, Any] = {"id": row.id} if self.identified else {}
+        id = row.number if row.id is None and self.numbers else row.id
+        found: dict[Any, Any] = {"id": id} if self.identified else {}
         if row.arrow is not None and not self.identified:
             found[ARROW] = row.arrow
         if not self.identified:
@@ -221,8 +224,11 @@ class RowWriter(ABC):
         """Writes records to an empty file, which stays open and is a whole file of the format."""
 
     @abstractmethod
-    def join(self, files: Iterable[Path], file: BinaryIO) -> None:
-        """Writes the records of several files of this writer, in order, as one file."""
+    def join(self, files: Iterable[Path], file: BinaryIO, first: int | None = None) -> None:
+        """Writes the records of several files of this writer, in order, as one file.
+
+        `first` is the number of the first row, where rows without an id still lack their numbers.
+        """
 
     def record(self, row: InputRow, result: RowResult, n_best: int = 1) -> Record:
         """Returns the record of a row; `n_best` above 1 lists all hypotheses."""
@@ -254,7 +260,7 @@ class RowWriter(ABC):
         names += [] if self._holds_id(row.id) else ["id"]
         if not names:
             return row
-        id = row.number if "id" in names else row.id
+        id = None if "id" in names else row.id
         return replace(self._refuse(row, names[0]), id=id, fields=kept)
 
     def _admit_cells(self, columns: OutputColumns, row: InputRow) -> InputRow:

@@ -31,7 +31,7 @@ class InputRow:
 
     Attributes:
         number: Position in the whole input, from 0.
-        id: The field `id` as it was read; `number` where the row has none.
+        id: The field `id` as it was read; None where the row has none.
         text: Text for the task, or why the row has none.
         fields: All other fields, in order, which the output repeats.
         raw: Bytes that the row was read from, or that distinguish it from any other row, such as
@@ -177,6 +177,19 @@ class RowReader(ABC):
         """Returns facts that differ between inputs, as JSON values; `number` comes before."""
         return [*self._steady.version[:1], self.count, self._sha256]
 
+    def start(self, at: int) -> int:
+        """Returns the byte of the first row that begins at a byte or behind it."""
+        raise NotImplementedError
+
+    def cut(self, begin: int, end: int) -> None:
+        """Leaves only the rows between two bytes that `start` has found; numbers them anew."""
+        raise NotImplementedError
+
+    @property
+    def size(self) -> int:
+        """Bytes of the rows, header included; 0 if unknown."""
+        return int(self._steady.size)
+
     def boundary(self, row: int) -> int:
         """Returns the next row, or the same, where reading begins without rows before it."""
         return row
@@ -203,17 +216,15 @@ class RowReader(ABC):
         layout = self.layout
         if isinstance(fields, RowError):
             errors = (fields,) * len(layout.others)
-            return InputRow(number, number, fields, {}, raw, others=errors)
-        cells = tuple(fields.values()) if layout.names else None
+            return InputRow(number, None, fields, {}, raw, others=errors)
+        cells = tuple(map(fields.get, layout.names)) if layout.names else None
         text = self._text(fields, layout.column)
         others = tuple(self._text(fields, name) for name in layout.others)
         languages: list[str | None] = []
         for column in self.languages:
             language = fields.get(column) if column is not None else None
             languages.append(None if language is None else as_text(language) or None)
-        id = fields.pop("id", None)
-        id = number if id is None else id
-        spoken = languages[0], languages[1]
+        id, spoken = fields.pop("id", None), (languages[0], languages[1])
         return InputRow(number, id, text, fields, raw, languages=spoken, others=others, cells=cells)
 
     def _text(self, fields: Fields, column: str) -> str | RowError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import io
 import stat
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -229,13 +230,14 @@ class Series(RowReader):
             InputError: Their columns differ.
         """
         first, *others = (reader.layout for reader in readers)
-        for other in others:
-            same = first.format == "jsonl" or str(first) == str(other)
-            if first.format != other.format or not same:
+        for reader, other in zip(readers[1:], others, strict=True):
+            same = first.format == "jsonl" or sorted(first.names) == sorted(other.names)
+            if first.format != other.format or first.texts != other.texts or not same:
                 raise InputError(
                     f"{other.path}: expected {first}, as in {first.path}, found {other}; run a job "
                     "for each"
                 )
+            reader.layout = replace(other, names=first.names, columns=first.columns)
         self.layout = replace(first, path=f"{first.path} and {len(others)} more")
         self._readers, self._counts, self._reading = readers, dict[int, int](), 0
 
@@ -275,6 +277,24 @@ class Series(RowReader):
         """Returns facts that differ between inputs."""
         return [reader.outline() for reader in self._readers]
 
+    def start(self, at: int) -> int:
+        """Returns the byte of a row, of all files together."""
+        place = bisect_right(self.starts, at) - 1
+        if place == len(self._readers) or at == (begin := self.starts[place]):
+            return at
+        return begin + self._readers[place].start(at - begin)
+
+    def cut(self, begin: int, end: int) -> None:
+        """Leaves only the rows between two bytes; numbers them anew."""
+        kept = []
+        for reader, low, high in zip(self._readers, self.starts, self.starts[1:], strict=False):
+            if max(begin, low) < min(end, high):
+                kept.append(reader)
+                if begin > low or end < high:
+                    reader.cut(max(begin, low) - low, min(end, high) - low)
+        self._readers = kept
+        del self.starts
+
     def boundary(self, row: int) -> int:
         """Returns the next row, or the same, where reading begins without rows before it."""
         start = 0
@@ -287,16 +307,21 @@ class Series(RowReader):
         return start
 
     @cached_property
-    def _sizes(self) -> list[int]:
+    def starts(self) -> list[int]:
         """Bytes of the files before each one, and of all."""
-        return [0, *accumulate(file.size for file in self.steady)]
+        return [0, *accumulate(reader.size for reader in self._readers)]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return self.starts[-1]
 
     def share(self, place: Any = None) -> float:
         """Returns the share of the bytes before a place."""
         number = self._reading if place is None else place[0]
         inner = self._readers[number].share(None if place is None else place[2])
-        before, after = self._sizes[number : number + 2]
-        return (before + inner * (after - before)) / max(1, self._sizes[-1])
+        before, after = self.starts[number : number + 2]
+        return (before + inner * (after - before)) / max(1, self.starts[-1])
 
     @property
     def keeps(self) -> bool:  # type: ignore[override]

@@ -19,7 +19,13 @@ from transferry.runtime.engine.tasks.task import Kind, Layout, OutputFormat, Tas
 from transferry.runtime.errors import InputError, Option, UsageError
 from transferry.runtime.io.lines import Compression, packed, read_blocks
 from transferry.runtime.jobs.formats.cells import as_text, cell_text, json_value
-from transferry.runtime.jobs.formats.columnar import import_pyarrow, opened_parquet
+from transferry.runtime.jobs.formats.columnar import (
+    import_pyarrow,
+    opened_parquet,
+    row_groups,
+    with_numbers,
+    with_schema,
+)
 from transferry.runtime.jobs.formats.detection import TEXT_NAME, named_format
 from transferry.runtime.jobs.formats.openai_batch import response_line
 from transferry.runtime.jobs.formats.records import (
@@ -197,12 +203,19 @@ class _LineWriter(RowWriter):
             for record in records:
                 stream.write(self.to_line(record).encode())
 
-    def join(self, files: Iterable[Path], file: BinaryIO) -> None:
+    def join(self, files: Iterable[Path], file: BinaryIO, first: int | None = None) -> None:
         header = self.header.encode()
         with packed(file, self.compression) as stream:
             stream.write(header)
-            for path in files:
-                _copy_behind(header, path, stream)
+            blocks = (block for path in files for block in _behind(header, path))
+            for block in blocks if first is None else self._numbered(blocks, first):
+                stream.write(block)
+
+    def _numbered(self, blocks: Iterable[bytes], first: int) -> Iterator[bytes]:
+        """Yields records in blocks of bytes; those without an id get the number of the row."""
+        for number, record in enumerate(_lines(blocks), first):
+            lacks = record.startswith(b'{"id": null, ')
+            yield record.replace(b"null", b"%d" % number, 1) if lacks else record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,6 +243,18 @@ class _CsvWriter(_LineWriter):
         line: str = writer.writerow(cells)
         return line.removesuffix("\r\n") + "\n"
 
+    def _numbered(self, blocks: Iterable[bytes], first: int) -> Iterator[bytes]:
+        # Only of a text, where no row has an id.
+        return (b"%d%b" % numbered for numbered in enumerate(self._split(_lines(blocks)), first))
+
+    def _split(self, lines: Iterator[bytes]) -> Iterator[bytes]:
+        record = b""
+        for line in lines:
+            record += line
+            if not record.count(b'"') % 2:
+                yield record
+                record = b""
+
 
 @dataclass(frozen=True, kw_only=True)
 class _TsvWriter(_CsvWriter):
@@ -250,6 +275,9 @@ class _TsvWriter(_CsvWriter):
             )
             + "\n"
         )
+
+    def _split(self, lines: Iterator[bytes]) -> Iterator[bytes]:
+        return lines
 
     @property
     def restricts(self) -> bool:
@@ -282,13 +310,20 @@ class _Echo:
         return line
 
 
-def _copy_behind(header: bytes, path: Path, file: BinaryIO) -> None:
-    """Appends a file without its header."""
+def _lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
+    rest = b""
+    for block in blocks:
+        *lines, rest = (rest + block).split(b"\n")
+        yield from (line + b"\n" for line in lines)
+
+
+def _behind(header: bytes, path: Path) -> Iterator[bytes]:
+    """Yields a file without its header, in blocks."""
     begun = False
     for block in read_blocks(path):
         if not begun and not block.startswith(header):
             break
-        file.write(block if begun else block[len(header) :])
+        yield block if begun else block[len(header) :]
         begun = True
     if header and not begun:
         raise InputError(f"{path} does not begin as its job writes it; run the job again")
@@ -315,12 +350,13 @@ class _NpyWriter(RowWriter):
         file.write(self._header(rows))
         file.seek(0, io.SEEK_END)
 
-    def join(self, files: Iterable[Path], file: BinaryIO) -> None:
+    def join(self, files: Iterable[Path], file: BinaryIO, first: int | None = None) -> None:
         fixed, row, files = len(self._header(0)), 4 * self.width, list(files)
         rows = [(path.stat().st_size - fixed) // row for path in files]
         file.write(self._header(sum(rows)))
         for path, count in zip(files, rows, strict=True):
-            _copy_behind(self._header(count), path, file)
+            for block in _behind(self._header(count), path):
+                file.write(block)
 
     def _header(self, rows: int) -> bytes:
         """Returns the header of a file; numpy pads it to one length for any number of rows."""
@@ -382,19 +418,20 @@ class ParquetWriter(RowWriter):
         batches = [
             pyarrow.record_batch([pyarrow.nulls(rows, kind) for kind in schema.types], schema)
             if batch is None
-            else _with_schema(batch, schema).slice(first, rows)
+            else with_schema(batch, schema).slice(first, rows)
             for batch, first, rows in slices
         ]
         whole = pyarrow.Table.from_batches(batches).combine_chunks()
         return dict(zip(names, whole.columns, strict=True))
 
-    def join(self, files: Iterable[Path], file: BinaryIO) -> None:
+    def join(self, files: Iterable[Path], file: BinaryIO, first: int | None = None) -> None:
         """Writes the rows of several files as one, in the same groups as `write`."""
         import pyarrow
 
-        batches = (batch for path in files for batch in self._batches(path))
+        found = (batch for path in files for batch in self._batches(path))
+        batches = found if first is None else with_numbers(found, first)
         with pyarrow.parquet.ParquetWriter(file, self.schema) as writer:
-            for group in _row_groups(batches, self.group):
+            for group in row_groups(batches, self.group):
                 table = pyarrow.Table.from_batches(group).unify_dictionaries()
                 writer.write_table(table.combine_chunks())
 
@@ -412,48 +449,6 @@ class ParquetWriter(RowWriter):
         except (ValueError, TypeError, OverflowError):
             return False
         return True
-
-
-def _with_schema(batch: Any, schema: Any) -> Any:
-    """Returns columns of a batch with the types of a schema; one file of several may differ.
-
-    Raises:
-        InputError: A value would change, or a text become another type.
-    """
-    import pyarrow
-
-    types, arrays = pyarrow.types, []
-    for name, kind in zip(schema.names, schema.types, strict=True):
-        array = batch.column(name)
-        # Arrow 26 cannot cast a struct to its own type where it is a slice.
-        if array.type != kind:
-            texts = types.is_string(array.type) or types.is_large_string(array.type)
-            try:
-                if texts and (types.is_primitive(kind) or types.is_decimal(kind)):
-                    raise pyarrow.ArrowInvalid("texts are no numbers")
-                array = array.cast(kind)
-            except pyarrow.ArrowException as error:
-                raise InputError(
-                    f"the column {name} is {kind} in the first file and {array.type} in a later "
-                    f"one, which does not fit ({error}); add --drop {name}, or run a job for each"
-                ) from error
-        arrays.append(array)
-    return pyarrow.record_batch(arrays, schema)
-
-
-def _row_groups(batches: Iterable[Any], most: int) -> Iterator[list[Any]]:
-    """Regroups batches of at most `most` rows: each list but the last has that many."""
-    group: list[Any] = []
-    room = most
-    for batch in batches:
-        if batch.num_rows >= room:
-            yield [*group, batch.slice(0, room)]
-            batch, group, room = batch.slice(room), [], most
-        if batch.num_rows:
-            group.append(batch)
-            room -= batch.num_rows
-    if group:
-        yield group
 
 
 def _schema(rows: Layout, columns: OutputColumns, width: int) -> Any:

@@ -40,9 +40,11 @@ def short(text: str) -> str:
     return text[:2]
 
 
-def share(source: Path, out: Path, runner: LocalRunner | None = None) -> float:
+def share(
+    source: Path, out: Path, runner: LocalRunner | None = None, partition: str | None = None
+) -> float:
     """Runs a job; returns the bytes that it has read, of all bytes of the input."""
-    options = JobOptions(chunk_rows=CHUNK, format="text")
+    options = JobOptions(chunk_rows=CHUNK, format="text", partition=partition)
     job = Job(Echo(change=short), source, out, options, runner)
     before = int(IO.read_text().split()[1])
     try:
@@ -54,11 +56,15 @@ def share(source: Path, out: Path, runner: LocalRunner | None = None) -> float:
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_each_byte_is_read_once(tmp_path: Path, form: str) -> None:
-    """By one process, by workers, and by workers that go on where others have stopped."""
+    """By one process, by partitions, by workers, and by workers that go on for others."""
     source, plain = tmp_path / f"in.{form}", tmp_path / "plain.txt"
     FORMATS[form](source)
     assert share(source, plain) < MOST
     assert share(source, tmp_path / "ray.txt", LocalRunner(change=short)) < MOST + OPENING
+    parts = [tmp_path / f"{number}.txt" for number in (1, 2, 3)]
+    read = sum(share(source, part, None, f"{part.stem}/3") for part in parts)
+    assert read < MOST + OPENING
+    assert b"".join(part.read_bytes() for part in parts) == plain.read_bytes()
     runner = LocalRunner((number > 3 for number in range(99)), change=short)
     share(source, tmp_path / "again.txt", runner)
     resumed = share(source, tmp_path / "again.txt", LocalRunner(change=short))

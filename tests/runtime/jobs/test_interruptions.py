@@ -153,7 +153,7 @@ def test_another_output_is_not_taken_for_the_jobs(source: Path, change: str, rea
         ({"chunk_rows": 4}, "chunk_rows was 3, is 4"),
         ({"prefix": "a"}, r"prefix was \[\], is \[97\]"),
         ({"long_rows": "truncate"}, "long_rows was error, is truncate"),
-        ({"partition": "1/1"}, "partition was not set, is 1/1; input_rows was not set, is 11"),
+        ({"partition": "1/1"}, "partition was not set, is 1/1; rows was not set"),
         ({"format": "text"}, "was jsonl.*, is text"),
         ({"engine": OTHER}, "manifest_sha256 was ab12, is cd34"),
     ],

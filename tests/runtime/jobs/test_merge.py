@@ -3,6 +3,7 @@
 import gzip
 import json
 import random
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -47,10 +48,12 @@ def partitions(source: Path, count: int, suffix: str = ".jsonl", **options: Any)
     return paths
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 11, 13])
+@pytest.mark.parametrize("count", [1, 2, 13])
 def test_partitions_are_the_rows_of_one_machine(source: Path, count: int, tmp_path: Path) -> None:
-    parts, whole = partitions(source, count), run(source, "whole.jsonl")
-    assert b"".join(part.read_bytes() for part in parts) == whole
+    whole, by = run(source, "whole.jsonl"), "rows" if count == 2 else None
+    parts = partitions(source, count, partition_by=by)
+    lacking = re.sub(rb'"id": \d+', b'"id": null', whole)
+    assert b"".join(part.read_bytes() for part in parts) == (whole if by else lacking)
     random.Random(0).shuffle(parts)
     out = tmp_path / "out.jsonl"
     summary = merge(parts, out)
@@ -80,10 +83,10 @@ def test_every_format_is_joined(source: Path, suffix: str, tmp_path: Path) -> No
 def test_a_partition_is_resumed(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "2of2.jsonl"
     with pytest.raises(RuntimeError):
-        run(source, out, engine=Echo(fail_at=9), partition="2/2")
+        run(source, out, engine=Echo(fail_at=4), partition="2/2")
     assert make_job(source, out, partition="2/2").run().resumed == 1
     assert make_job(source, out, partition="2/2").run().finished_before
-    assert [record["id"] for record in read_records(out)] == [*range(5, 11)]
+    assert [record["source"] for record in read_records(out)] == [f"text {n}" for n in range(6, 11)]
 
 
 @pytest.mark.parametrize(
@@ -116,7 +119,7 @@ def test_what_is_not_one_job_is_refused(
     summary = tmp_path / "2of3.jsonl.summary.json"
     if fault in others:
         if fault == "other input":
-            source.write_text(source.read_text().replace("text 9", "text 8"))
+            source.write_text(source.read_text().replace("text 9", "text 99"))
         parts[1] = tmp_path / "whole.jsonl"
         run(source, parts[1], **others[fault])
     elif fault == "missing":
@@ -235,7 +238,7 @@ def test_partitions_by_file(tmp_path: Path, form: str) -> None:
     merge(parts, tmp_path / "out.jsonl")
     assert (tmp_path / "out.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
     Job(Echo(), sources, parts[1], JobOptions(chunk_rows=3, partition="2/4", force=True)).run()
-    with pytest.raises(InputError, match=r"2\.jsonl begins at row 5, expected row 1; run all"):
+    with pytest.raises(InputError, match=r"(begins at |of the same kind).*--partition-by"):
         merge(parts, tmp_path / "again.jsonl")
 
 
