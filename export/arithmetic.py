@@ -1,16 +1,18 @@
 """torch in another precision, and with the rounding of an integer variant, without a copy.
 
 A model of a billion parameters takes 4 GB in float32. A float64 copy would take 8 more, and every
-side of a comparison one of its own. Here all sides share the trained weights, and each product
-converts its weight as it is computed; of a small model what was converted is kept.
+side of a comparison one of its own. Here all sides of a large model share the trained weights, and
+each product converts its weight as it is computed. Of a small one, whose functions cost more than
+their products, each precision has a copy.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from transferry.build_model.model.transformer import Transformer
 
-# Converted weights are kept of a model that takes no more than this many bytes in float64: of
-# 134 million parameters.
+# A model is small that takes no more than this many bytes in float64: of 134 million parameters.
 KEPT = 1 << 30
 FLOAT64 = 8  # bytes
 # By how many steps values are moved before they are rounded, or a function of the
@@ -63,7 +64,77 @@ class Rounded:
         return values
 
 
-class Arithmetic(TorchFunctionMode):
+class Moved:
+    """While entered, moves values by `shift` before they are rounded.
+
+    Attributes:
+        shift: See `Shift`.
+    """
+
+    current: ClassVar[Any] = 0.0  # shift of the side that computes
+
+    def __init__(self, shift: Shift) -> None:
+        self.shift: Any = shift
+
+    def __enter__(self) -> Self:
+        Moved.current = self.shift
+        if callable(self.shift):
+            self.shift.begin()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+class _Weight(Tensor):
+    """A weight of a copy, whose product rounds its input."""
+
+    rounded: Rounded
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Computes a function of torch; its result is no such weight."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is F.linear and isinstance(args[1], _Weight):
+                x = args[1].rounded.round_input(args[0], Moved.current)
+                args = (x, *args[1:])
+            elif func is F.embedding and isinstance(args[1], _Weight):
+                return args[1].rounded.weight(args[1].dtype, args[0])
+            return func(*args, **(kwargs or {}))
+
+
+def small(model: Transformer) -> bool:
+    """Whether each precision of a model has a copy."""
+    return FLOAT64 * sum(each.numel() for each in model.parameters()) <= KEPT
+
+
+def copied(
+    model: Transformer, dtype: torch.dtype, rounded: Mapping[str, Rounded] | None = None
+) -> Transformer:
+    """Returns a copy in another precision, some of whose weights are rounded.
+
+    Args:
+        model: The model in float32.
+        dtype: The precision: float32 or float64.
+        rounded: The weights, by their parameters' names.
+    """
+    found = copy.deepcopy(model)
+    named = dict(found.named_parameters())
+    weights = {id(named[name]): each for name, each in (rounded or {}).items()}
+    if dtype == torch.float64:
+        found.double()
+    for module in found.modules():
+        for name, parameter in module._parameters.items():
+            if (each := weights.get(id(parameter))) is not None:
+                weight = each.weight(dtype).as_subclass(_Weight)
+                weight.rounded = each
+                module._parameters[name] = weight  # type: ignore[assignment]
+    return found
+
+
+class Arithmetic(Moved, TorchFunctionMode):
     """While entered, computes a model of float32 weights in another precision.
 
     Every tensor in float32 that meets a function of torch is converted; so all results are in the
@@ -76,7 +147,6 @@ class Arithmetic(TorchFunctionMode):
         dtype: torch.dtype,
         rounded: Mapping[str, Rounded] | None = None,
         shift: Shift = 0.0,
-        kept: dict[int, Tensor] | None = None,
     ) -> None:
         """Takes the model, which must live as long.
 
@@ -85,19 +155,24 @@ class Arithmetic(TorchFunctionMode):
             dtype: The precision: float32 or float64.
             rounded: The weights that are rounded, by their parameters' names.
             shift: By how many steps inputs are moved before they are rounded; see `Shift`.
-            kept: Where to keep converted weights, for several of this model and precision.
         """
-        super().__init__()
+        TorchFunctionMode.__init__(self)
+        Moved.__init__(self, shift)
         self.dtype = dtype
-        self.shift: Any = shift
         named = dict(model.named_parameters())
         self._rounded = {id(named[name]): each for name, each in (rounded or {}).items()}
         # Positions are a formula: in float64 they are computed, not widened.
         tables = model.tables() if dtype == torch.float64 else {}
         self._tables = {id(getattr(model, name)): table for name, table in tables.items()}
-        self._keeps = FLOAT64 * sum(each.numel() for each in named.values()) <= KEPT
-        self._kept = {} if kept is None else kept
         self._release = model.release
+
+    def __enter__(self) -> Self:
+        Moved.__enter__(self)
+        TorchFunctionMode.__enter__(self)  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        TorchFunctionMode.__exit__(self, *error)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -107,9 +182,9 @@ class Arithmetic(TorchFunctionMode):
         if func is F.linear:
             x, weight, *bias = args
             if (found := self._rounded.get(id(weight))) is not None:
-                x = found.round_input(x, self.shift)
+                x, weight = found.round_input(x, self.shift), found.weight(self.dtype)
             bias = [each if each is None else each.to(self.dtype) for each in bias]
-            output = func(x, self._weight(weight), *bias, **kwargs)
+            output = func(x, weight.to(self.dtype), *bias, **kwargs)
             self._release()
             return output
         if func is F.embedding and (found := self._rounded.get(id(args[1]))) is not None:
@@ -136,16 +211,6 @@ class Arithmetic(TorchFunctionMode):
         if type(value) in (list, tuple):
             return type(value)(map(self._converted, value))
         return value
-
-    def _weight(self, parameter: Tensor) -> Tensor:
-        key = id(parameter)
-        if key in self._kept:
-            return self._kept[key]
-        found = self._rounded.get(key)
-        weight = parameter.to(self.dtype) if found is None else found.weight(self.dtype)
-        if self._keeps:
-            self._kept[key] = weight
-        return weight
 
 
 class Shaken(TorchFunctionMode):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from transferry.build_model.model.attention import KeyValues
 from transferry.build_model.model.transformer import Transformer
-from transferry.export.arithmetic import FLOAT64, KEPT, Arithmetic, Shaken
+from transferry.export.arithmetic import Arithmetic, Moved, Shaken, copied, small
 from transferry.runtime.decoding.decoder import StepOutput, Tensors, longer
 
 Ids = NDArray[np.int64]
@@ -48,7 +47,7 @@ class TorchDecoder:
 
     shares_cache = False
 
-    def __init__(self, model: Transformer, arithmetic: Arithmetic | None = None) -> None:
+    def __init__(self, model: Transformer, arithmetic: Moved | None = None) -> None:
         """Takes the model, and the precision to compute it in; by default that of its weights."""
         self.model = model.eval()
         self.vocabulary_size = model.config.vocabulary_size
@@ -60,14 +59,14 @@ class TorchDecoder:
     @classmethod
     def oracle(cls, model: Transformer) -> TorchDecoder:
         """Returns a decoder in float64: of a copy, or of the same weights where they are large."""
-        if FLOAT64 * sum(each.numel() for each in model.parameters()) > KEPT:
+        if not small(model):
             return cls(model, Arithmetic(model, torch.float64))
-        return cls(copy.deepcopy(model).double())
+        return cls(copied(model, torch.float64))
 
     @contextlib.contextmanager
     def rounding(self, by: Any) -> Iterator[None]:
         """While entered, rounds to integers as `by` says, see `arithmetic.round_to`."""
-        assert isinstance(self._arithmetic, Arithmetic)
+        assert isinstance(self._arithmetic, Moved)
         before, self._arithmetic.shift, self._begun = self._arithmetic.shift, by, None
         try:
             yield
@@ -148,7 +147,7 @@ class TorchDecoder:
 class TorchEncoder:
     """An encoder-only model in its own precision: float32 as trained, float64 as the oracle."""
 
-    def __init__(self, model: Transformer, arithmetic: Arithmetic | None = None) -> None:
+    def __init__(self, model: Transformer, arithmetic: Moved | None = None) -> None:
         """See `TorchDecoder`."""
         self.model = model.eval()
         self._arithmetic = arithmetic or _own_arithmetic(model)

@@ -19,7 +19,7 @@ from transferry.export.rewrite.calibration import misfit
 from transferry.export.subject.bundle import BundleSubject
 from transferry.export.subject.subject import Subject
 from transferry.runtime.bundle.head import HeadSettings
-from transferry.runtime.decoding.logits import log_sum_exp
+from transferry.runtime.decoding.logits import BLOCK_ENTRIES, log_sum_exp
 from transferry.runtime.decoding.search import pad_sources
 from transferry.runtime.engine.tasks.fill_mask import FillMask
 from transferry.runtime.errors import InputError
@@ -75,9 +75,16 @@ def _given_answers(
         )
         # The loss of an int8 variant is its loss against the model as trained.
         trained = observe(oracle.trained, case) if oracle.rounds else sides[1]
-        for number, row in enumerate(batch):
-            logits = (tensors["logits"][number] for tensors in (*sides[:2], found, trained))
-            forcing.add(pairs[row][1], *logits)
+        predicted = [pairs[row][1][1:] for row in batch]
+        tokens = np.concatenate(predicted)
+        rows, places = np.nonzero(np.arange(target.shape[1]) < [[len(each)] for each in predicted])
+        # A few at once: of a large vocabulary the logits of a batch take 128 MB.
+        step = max(1, BLOCK_ENTRIES // oracle.config.vocabulary_size)
+        for first in range(0, len(tokens), step):
+            part = slice(first, first + step)
+            at = rows[part], places[part]
+            logits = (tensors["logits"][at] for tensors in (*sides[:2], found, trained))
+            forcing.add([0, *tokens[part]], *logits, places=places[part])
         failing = [case] if any(item.fault for item in compared) else []
         yield Findings(comparisons=compared, failing=failing, steps=len(batch))
     yield Findings(forcing=forcing)

@@ -11,7 +11,7 @@ crossed before, and the outputs must be as exact as in float32.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -55,6 +55,8 @@ SAMPLED = 64  # positions that tell which of a graph's values a product reads
 NOTHING = (0.0, 0.0, 1.0, "")
 
 Arrays = dict[str, NDArray[Any]]
+# Shape of a batch, and its blocks of rows with their columns.
+Cut = tuple[tuple[int, ...], list[tuple[slice, int]]]
 
 
 class _ShownRunner(GraphRunner):
@@ -177,14 +179,18 @@ class ShownModel:
     def _read(self, mask: NDArray[np.bool_]) -> tuple[Arrays, Arrays]:
         """Takes the inputs of products in a call over rows, and their unrounded values."""
         products, rounded, (rows, length) = {}, {}, mask.shape
+        cuts = [
+            (grid.shape, [*blocks(grid, PASS_TOKENS["cpu"])])
+            for grid in (mask, widened(mask, UNIT))
+        ]
         for runner in self._runners:
             found = {}
             for name, parts in runner.written.items():
                 width = parts[0].shape[-1]
                 if len(parts) == length > 1 and all(len(part) == rows for part in parts):
                     values = np.stack(parts, axis=1)  # a recurrent decoder reads token by token
-                elif (placed := _placed(parts, mask)) is not None:
-                    values = placed
+                elif (placed := _placed(parts, cuts)) is not None:
+                    values = placed[:, :length]
                 else:
                     values = np.concatenate(parts)
                 found[name] = values.reshape(-1, width)
@@ -196,20 +202,21 @@ class ShownModel:
         return products, rounded
 
 
-def _placed(parts: Sequence[NDArray[Any]], mask: NDArray[np.bool_]) -> NDArray[Any] | None:
-    """Puts blocks of rows, cut or widened, into one array `[rows, length, width]`.
+def _placed(parts: Sequence[NDArray[Any]], cuts: Iterable[Cut]) -> NDArray[Any] | None:
+    """Puts blocks of rows into one array `[rows, length, width]`.
 
     Returns None for values that are not of such blocks.
     """
     width = parts[0].shape[-1]
-    for grid in (mask, widened(mask, UNIT)):
-        cut = [*blocks(grid, PASS_TOKENS["cpu"])]
+    for shape, cut in cuts:
         sizes = [(rows.stop - rows.start) * columns * width for rows, columns in cut]
         if sizes == [part.size for part in parts]:
-            whole = np.zeros((*grid.shape, width), parts[0].dtype)
+            if sizes == [math.prod(shape) * width]:
+                return parts[0].reshape(*shape, width)
+            whole = np.zeros((*shape, width), parts[0].dtype)
             for part, (rows, columns) in zip(parts, cut, strict=True):
                 whole[rows, :columns] = part.reshape(-1, columns, width)
-            return whole[:, : mask.shape[1]]
+            return whole
     return None
 
 

@@ -10,9 +10,9 @@ export's own functions; the operators, their order and their constants are not.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +20,16 @@ from torch import Tensor
 
 from transferry.build_model.model.attention import KeyValues, MultiHeadAttention, Rotation
 from transferry.build_model.model.transformer import Transformer
-from transferry.export.arithmetic import Arithmetic, Rounded, Shift, round_blocks, round_to
+from transferry.export.arithmetic import (
+    Arithmetic,
+    Moved,
+    Rounded,
+    Shift,
+    copied,
+    round_blocks,
+    round_to,
+    small,
+)
 from transferry.export.rewrite.calibration import Activation, Calibration
 from transferry.export.rewrite.kv_scales import LARGEST, KVScales, fold_kv_scales
 from transferry.export.rewrite.weight_blocks import BLOCK, block_weights, matrices
@@ -56,19 +65,12 @@ def integer_sides(
         precision: That of the variant.
         calibration: Of an int8 variant.
     """
-    kept: dict[torch.dtype, dict[int, Tensor]] = {dtype: {} for dtype, _ in SIDES}
     if precision == INT4:
-        rounded = _blocks(model)
-        return [
-            TorchDecoder(model, Arithmetic(model, dtype, rounded, shift, kept[dtype]))
-            for dtype, shift in SIDES
-        ]
+        return [TorchDecoder(*each) for each in _sides(model, _blocks(model), SIDES)]
     if precision.weights_only:
+        # No input is rounded, so none lies at a border.
         rounded = dict(_weights_alone(model))
-        return [
-            TorchDecoder(model, Arithmetic(model, dtype, rounded, kept=kept[dtype]))
-            for dtype, _ in SIDES[:2]  # no input is rounded, so none lies at a border
-        ]
+        return [TorchDecoder(*each) for each in _sides(model, rounded, SIDES[:2])]
     if calibration is None:
         return []
     model = fold_kv_scales(model, calibration.kv_scales)
@@ -76,15 +78,22 @@ def integer_sides(
         # The same weights, with keys and values as the cache holds them.
         attention = model.get_submodule(name)
         attention.__class__ = type("_", (_IntegerMemory, type(attention)), {})
-    rounded = _rows(model, calibration.activations)
-    return [
-        _Int8Decoder(
-            model,
-            _Int8Arithmetic(model, dtype, rounded, shift, kept[dtype]),
-            calibration.kv_scales,
-        )
-        for dtype, shift in SIDES
-    ]
+    sides = _sides(model, _rows(model, calibration.activations), SIDES)
+    return [_Int8Decoder(*each, calibration.kv_scales) for each in sides]
+
+
+def _sides(
+    model: Transformer, rounded: Mapping[str, Rounded], sides: Sequence[tuple[torch.dtype, float]]
+) -> Iterator[tuple[Transformer, Moved]]:
+    """Yields the model that each side computes, and how."""
+    copies: dict[torch.dtype, Transformer] = {}
+    for dtype, shift in sides:
+        if not small(model):
+            yield model, Arithmetic(model, dtype, rounded, shift)
+            continue
+        if dtype not in copies:
+            copies[dtype] = copied(model, dtype, rounded)
+        yield copies[dtype], Moved(shift)
 
 
 def _blocks(model: Transformer) -> dict[str, Rounded]:
@@ -144,31 +153,18 @@ def _round_with(
 class _IntegerMemory(MultiHeadAttention):
     """Attention whose keys and values are rounded to the integers of an int8 cache."""
 
-    shift: Any = 0.0  # of the side that computes
-
     def project(self, x: Tensor, rotation: Rotation | None = None) -> KeyValues:
         """See `MultiHeadAttention.project`."""
-        exact, shift = super().project(x, rotation), _IntegerMemory.shift
+        exact, shift = super().project(x, rotation), Moved.current
         with torch._C.DisableTorchFunction():  # nothing is left to convert
             return KeyValues(*(round_to(each, 1.0, shift, LOWEST, LARGEST) for each in exact))
-
-
-class _Int8Arithmetic(Arithmetic):
-    """Moves the values of the cache before they are rounded, as it does those of inputs."""
-
-    def __enter__(self) -> Self:
-        _IntegerMemory.shift = self.shift
-        if callable(self.shift):
-            self.shift.begin()
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
 
 
 class _Int8Decoder(TorchDecoder):
     """A model with integers in its cache, as `Decoder`."""
 
     def __init__(
-        self, model: Transformer, arithmetic: Arithmetic, scales: Mapping[str, KVScales]
+        self, model: Transformer, arithmetic: Moved, scales: Mapping[str, KVScales]
     ) -> None:
         super().__init__(model, arithmetic)
         self._scales = scales

@@ -66,8 +66,10 @@ class TeacherForcing:
         reference: Logits,
         found: Logits,
         trained: Logits | None = None,
+        *,
+        places: NDArray[np.int64] | None = None,
     ) -> None:
-        """Adds a row.
+        """Adds a row, or tokens of several.
 
         Args:
             target: `[tokens + 1]`; each token but the first is predicted from those before.
@@ -76,33 +78,36 @@ class TeacherForcing:
             found: Logits of the model under test, likewise.
             trained: Logits of the model as trained, for the metrics, likewise; by default the
                 reference's.
+            places: Place of each predicted token in its row. Default: those of one row.
         """
-        places = len(target) - 1
-        if not places:
+        tokens = len(target) - 1
+        if not tokens:
             return
+        places = np.arange(tokens) if places is None else places
         exact, own, judged, meant = (
-            logits[:places].astype(np.float64)
+            logits[:tokens].astype(np.float64)
             for logits in (oracle, reference, found, reference if trained is None else trained)
         )
         units, sides = logit_errors(exact, judged, own)
         for errors, worst in zip((self.errors, self.own), sides, strict=True):
             if errors is self.errors:
                 self.error = float(np.maximum(self.error, (units * worst).max()))
-            errors += [0.0] * (places - len(errors))
-            for place, value in enumerate(worst.tolist()):
-                errors[place] = float(np.maximum(errors[place], value))
+            grown = np.pad(errors, (0, max(0, int(places.max()) + 1 - len(errors))))
+            with np.errstate(invalid="ignore"):  # NaN stays
+                np.maximum.at(grown, places, worst)
+            errors[:] = grown.tolist()
         best = np.partition(exact, -2, axis=1)[:, -2:]
         margins = best[:, 1] - best[:, 0]
         self.smallest = min(self.smallest, float(margins.min()))
         self.counts += np.histogram(np.clip(margins, EDGES[0], EDGES[-1]), EDGES)[0]
-        chosen = np.arange(places), list(target[1:])
-        self.tokens += places
+        chosen = np.arange(tokens), list(target[1:])
+        self.tokens += tokens
         self.losses += [
             float((log_sum_exp(logits) - logits[chosen]).sum()) for logits in (meant, judged)
         ]
 
         preferred = judged.argmax(axis=1)
-        lost = meant.max(axis=1) - meant[np.arange(places), preferred]
+        lost = meant.max(axis=1) - meant[chosen[0], preferred]
         self.equivalent += int((lost <= EQUIVALENT).sum())
         self.kept += int((lost <= 0).sum())
         self.furthest = float(np.maximum(self.furthest, lost.max()))

@@ -16,15 +16,19 @@ from typing import Any
 from unittest.mock import patch
 
 import onnx_ir as ir
+import onnxscript.function_libs.torch_lib.ops  # fills the registry
 import onnxscript.optimizer
 import torch
 from onnx_ir.tensor_adapters import TorchTensor
+from onnxscript.function_libs.torch_lib import registration
 from onnxscript.onnx_opset import opset20
 from onnxscript.rewriter import pattern
 from torch import SymFloat, SymInt, Tensor, nn
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
+from torch.fx.experimental import proxy_tensor
 from torch.fx.node import map_arg
+from torch.fx.passes import shape_prop
 from torch.onnx._internal.exporter import _fx_passes
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 from torch.onnx._internal.fx.passes import type_promotion
@@ -61,7 +65,9 @@ NO_MODULE = "_empty_nn_module_stack_from_metadata_hook"  # path of operators tha
 CELL = ".cell"  # how the names of a recurrent decoder's states end
 _decompose = _fx_passes.decompose_with_registry
 _promote = _fx_passes.insert_type_promotion_nodes
+_describe = shape_prop._extract_tensor_metadata
 _from_torchlib = ONNXRegistry.from_torchlib
+_TORCHLIB = dict(registration.default_registry.items())
 _try_rewrite = pattern.RewriteRule.try_rewrite
 
 Specs = tuple[TensorSpec, ...]
@@ -237,6 +243,7 @@ def export_graph(module: nn.Module, spec: GraphSpec, opset: int = OPSET) -> Grap
     with (
         _silenced(),
         patch.object(ONNXRegistry, "from_torchlib", staticmethod(_translations)),
+        patch.object(proxy_tensor, "_extract_tensor_metadata", _described),
         patch.object(_fx_passes, "decompose_with_registry", _decomposed),
         patch.object(_fx_passes, "insert_type_promotion_nodes", _promoted),
         patch.object(pattern.RewriteRule, "try_rewrite", _rewritten),
@@ -261,13 +268,38 @@ def export_graph(module: nn.Module, spec: GraphSpec, opset: int = OPSET) -> Grap
     return Graph(program.model, spec, program.exported_program, names)
 
 
-@functools.cache
-def _translations(opset_version: int) -> ONNXRegistry:
-    """Returns the exporter's translations of operators, and one more.
+class _Translations(ONNXRegistry):
+    """The exporter's translations of operators, and one more, each parsed when it is read.
 
-    For each graph it would parse the source of all of them again, a fifth of the time of a trace.
+    For each graph it would parse all 500 again, a fifth of the time of a trace.
     """
-    registry = _from_torchlib(opset_version)
+
+    def __init__(self, opset_version: int) -> None:
+        self._opset_version = opset_version
+
+    @functools.cached_property
+    def functions(self) -> Any:  # type: ignore[override]
+        """All translations."""
+        return _read(self.opset_version).functions
+
+    def get_decomps(self, target: Any) -> list[Any]:
+        """Returns the translations of an operator; a few have other names than it has."""
+        overload = isinstance(target, torch._ops.OpOverload)
+        name = target.name() if overload else f"{target.__module__}::{target.__name__}"
+        found = _read(self.opset_version, name).get_decomps(target)
+        return found or super().get_decomps(target)
+
+
+_translations = functools.cache(_Translations)
+
+
+@functools.cache
+def _read(opset_version: int, name: str | None = None) -> ONNXRegistry:
+    """Reads the translations of one name, or all; those of torch itself are always among them."""
+    names = _TORCHLIB.keys() if name is None else _TORCHLIB.keys() & {name}
+    read = {each: _TORCHLIB[each] for each in names}
+    with patch.object(registration, "default_registry", read):
+        registry = _from_torchlib(opset_version)
     registry.register_op(torch.ops.aten.to.dtype, _cast)
     return registry
 
@@ -290,6 +322,11 @@ def _decomposed(program: ExportedProgram, registry: ONNXRegistry) -> ExportedPro
     if all(map(registry.is_registered, targets)):
         return program
     return _decompose(program, registry)
+
+
+def _described(tensor: Tensor) -> Any:
+    """Describes a traced value without the memory formats that it fits, which nobody reads."""
+    return _describe(tensor, include_contiguity=False)
 
 
 def _promoted(module: GraphModule) -> None:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tests.export.test_family import OTHERS, config_of
 from transferry.build_model.model.transformer import Transformer
-from transferry.export import arithmetic, torch_model
-from transferry.export.arithmetic import Arithmetic, Rounded, round_blocks, round_to
+from transferry.export import arithmetic
+from transferry.export.arithmetic import Arithmetic, Moved, Rounded, round_blocks, round_to
 from transferry.export.oracle.cases import random_case
 from transferry.export.torch_model import TorchDecoder
 from transferry.runtime.proof.compare import observe
@@ -33,26 +33,24 @@ def random_model(name: str) -> Transformer:
     return model
 
 
-@pytest.mark.parametrize("kept", [0, 1 << 30])
 @pytest.mark.parametrize("name", KINDS)
 def test_float64_of_shared_weights_is_that_of_a_copy(
-    name: str, kept: int, monkeypatch: pytest.MonkeyPatch
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = random_model(name)
-    copied = TorchDecoder(copy.deepcopy(model).double())
-    monkeypatch.setattr(torch_model, "KEPT", 0)
-    monkeypatch.setattr(arithmetic, "KEPT", kept)
+    copied = TorchDecoder.oracle(model)
+    assert copied.model is not model
+    monkeypatch.setattr(arithmetic, "KEPT", 0)
     sharing = TorchDecoder.oracle(model)
     assert sharing.model is model
-    for seed in range(2):  # twice: what was converted may be kept
-        case = random_case(model.config, 3, 7, 4, seed=seed)
-        decodes = bool(model.config.decoder_layers)
-        sides = [observe(each if decodes else each.encoder, case) for each in (copied, sharing)]
-        assert sides[0].keys() == sides[1].keys()
-        for tensor, wanted in sides[0].items():
-            found = sides[1][tensor]
-            assert found.dtype == wanted.dtype == np.float64
-            np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-12)
+    case = random_case(model.config, 3, 7, 4, seed=0)
+    decodes = bool(model.config.decoder_layers)
+    sides = [observe(each if decodes else each.encoder, case) for each in (copied, sharing)]
+    assert sides[0].keys() == sides[1].keys()
+    for tensor, wanted in sides[0].items():
+        found = sides[1][tensor]
+        assert found.dtype == wanted.dtype == np.float64
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-12)
     assert {each.dtype for each in model.parameters()} == {torch.float32}
 
 
@@ -71,13 +69,16 @@ def test_rounded_weights_stand_for_the_models_own(dtype: torch.dtype) -> None:
     def doubled(x: Tensor, shift: float) -> Tensor:
         return (x + shift) * 2
 
-    halved = Rounded(integers, scales / 2, weight.shape[1], doubled)
-    found = observe(TorchDecoder(model, Arithmetic(model, dtype, {name: halved})), case)
-    wanted = observe(TorchDecoder(changed), case)
-    moved = observe(TorchDecoder(model, Arithmetic(model, dtype, {name: halved}, 0.1)), case)
-    for tensor in wanted:
-        np.testing.assert_allclose(found[tensor], wanted[tensor], rtol=0, atol=1e-5)
-    assert np.abs(moved["logits"] - wanted["logits"]).max() > 1e-3
+    halved = {name: Rounded(integers, scales / 2, weight.shape[1], doubled)}
+    wanted, copied = observe(TorchDecoder(changed), case), arithmetic.copied(model, dtype, halved)
+    for shift in (0.0, 0.1):
+        sides = [
+            TorchDecoder(model, Arithmetic(model, dtype, halved, shift)),
+            TorchDecoder(copied, Moved(shift)),
+        ]
+        for found in (observe(side, case) for side in sides):
+            apart = max(np.abs(found[tensor] - wanted[tensor]).max() for tensor in wanted)
+            assert apart > 1e-3 if shift else apart < 1e-5
 
 
 def test_rows_of_blocks_are_looked_up() -> None:

@@ -28,7 +28,7 @@ def memory(name):
     found = re.search(rf"{name}:\\s*(\\d+) kB", Path("/proc/self/status").read_text())
     return int(found[1]) * 1024
 
-arithmetic.KEPT = torch_model.KEPT = bundle.MAPPED = 0
+arithmetic.KEPT = bundle.MAPPED = 0
 prove.LARGE, prove.check_one_layer = 0, lambda checkpoint: []
 run, out = map(Path, sys.argv[1:])
 small = load_checkpoint(run)
