@@ -231,7 +231,7 @@ class Verification:
             found.append(claim(RECORDED, lambda: [recorded_claim(bundle, variant, oracle)]))
         found.append(claim(GRAPHS, lambda: [graphs_claim(fresh, bundle, variant)]))
         if not isinstance(subject.checkpoint.model, OwnModel):
-            found.append(claim(TOKENS, lambda: [tokens_claim(bundle, variant)]))
+            found.append(claim(TOKENS, lambda: [tokens_claim(oracle.config, bundle, variant)]))
         found.append(claim("left out", self._left_out))
         found += numbers(subject, oracle, self.cases)
         if self.request.effort.anew:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
 import onnx
 import onnx_ir as ir
 
+from transferry.build_model.model.config import ModelConfig
 from transferry.build_model.model.transformer import Transformer
 from transferry.export.make import add_one_graph, make
 from transferry.export.recipes import RECIPES
@@ -105,12 +106,14 @@ def graphs_claim(fresh: Fresh, bundle: Bundle, variant: Variant) -> Claim:
     return Claim(GRAPHS, "")
 
 
-def tokens_claim(bundle: Bundle, variant: Variant) -> Claim:
+def tokens_claim(config: ModelConfig, bundle: Bundle, variant: Variant) -> Claim:
     """Requires that token ids choose rows of weights, and nothing else.
 
-    A graph that compares them answers otherwise where some tokens meet, which no text may show.
-    Neither the reference nor a family does; the search in the graph `generate` must.
+    A graph that compares them answers otherwise where some tokens meet, which no text may show. The
+    tokens of the configuration that mark segments and padding are excepted, and so is the search in
+    the graph `generate`.
     """
+    marks = {config.padding_token, *([config.segment_end] if config.segments else ())}
     for name, spec in variant.graphs.items():
         if name == ONE_GRAPH:
             continue
@@ -119,19 +122,23 @@ def tokens_claim(bundle: Bundle, variant: Variant) -> Claim:
         waiting = [value for value in inputs if value.name in given]
         while waiting:
             for node, place in waiting.pop().uses():
-                if node.op_type == "Gather" and place == 1:
-                    table = node.inputs[0]
-                    if table is not None and table.is_initializer():
-                        continue
-                elif node.op_type in MOVES and (place == 0 or node.op_type == "Concat"):
+                if node.op_type in MOVES and (place == 0 or node.op_type == "Concat"):
                     waiting += node.outputs
-                    continue
-                elif node.op_type == "Shape":
-                    continue
-                found = f"{name}: {node.op_type} {label(node.outputs[0])} reads token ids"
-                verdict = f"holds a graph that waits for tokens: {found}; do not deploy it"
-                return Claim(TOKENS, found, verdict)
+                elif not _harmless(node, place, marks):
+                    found = f"{name}: {node.op_type} {node.outputs[0].name} reads token ids"
+                    verdict = f"holds a graph that waits for tokens: {found}; do not deploy it"
+                    return Claim(TOKENS, found, verdict)
     return Claim(TOKENS)
+
+
+def _harmless(node: ir.Node, place: int, marks: Collection[int]) -> bool:
+    """Whether a node that reads token ids looks up weights, sizes, or one of some marks."""
+    other = node.inputs[1 - place] if node.op_type in ("Gather", "Equal") else None
+    if node.op_type == "Gather":
+        return place == 1 and other is not None and other.is_initializer()
+    constant = ir.convenience.get_const_tensor(other) if other is not None else None
+    compared = constant is not None and constant.size == 1 and constant.numpy().item() in marks
+    return compared or node.op_type == "Shape"
 
 
 def _problem(graph: Graph, bundle: Bundle, spec: GraphSpec) -> str:

@@ -19,6 +19,7 @@ from tests.export.conftest import graphs_of, opened, require_torchs_answers, wri
 from transferry.build_model.model.config import ModelConfig
 from transferry.build_model.model.transformer import Transformer
 from transferry.build_model.train.evaluation import cross_entropy
+from transferry.export.checks.graphs import tokens_claim
 
 SHAPE: dict[str, Any] = dict(
     vocabulary_size=40, d_model=16, heads=4, d_ff=24, max_positions=24, dropout=0.0
@@ -150,6 +151,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
             **dict(late_pooling=True),
             **dict(head_activations=("gelu", "sigmoid"), head_biases=(False, True)),
             **dict(segments=2, segment_end=7, positions="learned", embedding_norm=True),
+            padding_token=8,
         ),
     ),
     "DeBERTa's": (
@@ -273,6 +275,7 @@ def test_what_is_exported_is_what_was_trained(
     model = trained_a_little(config)
     bundle = written(tmp_path, model, variant, graphs_of(model, variant))
     require_torchs_answers(model, opened(bundle))
+    assert not tokens_claim(config, bundle, bundle.variant(variant)).problem
 
 
 @pytest.mark.parametrize("variant", ["cuda-fp16", "cuda-bf16"])

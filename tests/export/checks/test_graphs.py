@@ -13,6 +13,7 @@ import pytest
 
 from tests.traced import TRACES
 from transferry.build_model.checkpoint import Checkpoint
+from transferry.build_model.model.config import ModelConfig
 from transferry.export.checks.graphs import fresh_graphs, graphs_claim, tokens_claim
 from transferry.export.rewrite.calibration import Calibration
 from transferry.export.trace.graph import Graph
@@ -217,9 +218,11 @@ def counted(model: ir.Model) -> None:
 def test_a_graph_that_waits_for_tokens_is_named(
     all_variants: Bundle, tmp_path: Path, change: Any, named: str
 ) -> None:
+    config = ModelConfig.from_dict(dict(all_variants.manifest.model))
     honest = all_variants.manifest.variants.values()
-    assert {tokens_claim(all_variants, each).problem for each in honest} == {""}
-    found = tokens_claim(changed(all_variants, tmp_path, change), all_variants.variant(NAME))
+    assert {tokens_claim(config, all_variants, each).problem for each in honest} == {""}
+    copy = changed(all_variants, tmp_path, change)
+    found = tokens_claim(config, copy, all_variants.variant(NAME))
     assert re.match(f"decoder: {named} .* reads token ids", found.problem)
 
 
