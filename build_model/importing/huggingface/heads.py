@@ -52,7 +52,10 @@ def labels_of(config: Settings) -> tuple[str, ...]:
 def problem_of(config: Settings, labels: tuple[str, ...]) -> Literal["softmax", "sigmoid", "none"]:
     """Activation that turns scores into probabilities; of a single score none."""
     usual = "regression" if len(labels) == 1 else "single_label_classification"
-    return config.choice("problem_type", PROBLEMS, usual)
+    kind = config.choice("problem_type", PROBLEMS, usual)
+    if kind == "softmax" and len(labels) == 1:  # always 1; transformers refuses it too
+        config.refuse("problem_type", config.get("problem_type"), "regression for a single label")
+    return kind
 
 
 def rank_of(config: Settings) -> Literal["sigmoid", "none"]:

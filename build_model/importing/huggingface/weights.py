@@ -36,6 +36,11 @@ CONSTANTS = (
     *("embeddings.position_ids", "embeddings.token_type_ids", "rotary_emb.inv_freq"),
     *("rotary_emb.cos_cached", "rotary_emb.sin_cached", "encoder.version", "decoder.version"),
 )
+WRAPPERS = {  # beginnings of names: the model within DistributedDataParallel, torch.compile, PEFT
+    "module.": "model.module",
+    "_orig_mod.": "model._orig_mod",
+    "base_model.": "model.merge_and_unload()",
+}
 # Parts of a quantised matrix, where config.json does not say that it is one.
 QUANTISED = (".qweight", ".qzeros", ".g_idx", ".SCB", ".weight_scale", ".absmax")
 # Tensors that a file may lack.
@@ -171,12 +176,7 @@ def convert_weights(
             continue
         move, layer = _place(family.table, plain)
         if move is None:
-            if quantised:
-                raise _is_quantised(origin, f"the tensor {quantised[0]}")
-            raise InputError(
-                f"{origin}: the tensor {name} is unknown; it belongs to another model than "
-                "config.json, or to a head that cannot be imported or that architectures lacks"
-            )
+            raise _unknown(origin, name, quantised)
         pieces = [] if isinstance(move, NoPlace) else _pieces(move, layer, tensor, config)
         if isinstance(move, NoPlace) or (move.what and pieces[0][0] not in expected):
             if move.what:
@@ -275,6 +275,20 @@ def adapted(family: Family, config: ModelConfig, tensors: Tensors, adapter: Adap
             "embedding and output, and not the other; only models that share them can be imported"
         )
     return merged
+
+
+def _unknown(origin: str, name: str, quantised: list[str]) -> InputError:
+    if quantised:
+        return _is_quantised(origin, f"the tensor {quantised[0]}")
+    if inner := next((WRAPPERS[each] for each in WRAPPERS if name.startswith(each)), ""):
+        return InputError(
+            f"{origin}: the tensor {name} is named by a wrapper around the model; save the model "
+            f"inside: {inner}.save_pretrained(FOLDER)"
+        )
+    return InputError(
+        f"{origin}: the tensor {name} is unknown; it belongs to another model than config.json, or "
+        "to a head that cannot be imported or that architectures lacks"
+    )
 
 
 def _is_quantised(origin: str, found: str) -> InputError:

@@ -21,6 +21,7 @@ from tests.traced import unverified, verify
 from transferry.build_model.checkpoint import load_checkpoint
 from transferry.build_model.importing.huggingface.encoder_only import FAMILIES
 from transferry.build_model.importing.huggingface.folder import Settings
+from transferry.build_model.importing.huggingface.heads import problem_of
 from transferry.build_model.importing.huggingface.importer import import_pretrained
 from transferry.export.bundle import Contents
 from transferry.export.checks.claims import manifest_claims, recorded_claim
@@ -338,3 +339,10 @@ def test_classifiers_that_do_not_fit_are_refused(
     write(folder / "config.json", {**config, name: value})
     with pytest.raises(InputError, match=message):
         import_pretrained(folder, tmp_path / "run")
+
+
+def test_a_single_label_without_another_is_refused() -> None:
+    """It would have the score 1 for every text."""
+    config = Settings(Path("config.json"), {"problem_type": "single_label_classification"})
+    with pytest.raises(InputError, match=r"supported: regression for a single label"):
+        problem_of(config, ("good",))

@@ -154,6 +154,10 @@ Weights = dict[str, Tensor]
             lambda own: own | {"score.weight": own[NORM].clone()},
             r"the tensor score\.weight is unknown",
         ),
+        (
+            lambda own: {f"_orig_mod.{name}": own[name] for name in own},
+            r"named by a wrapper around the model; save .* model\._orig_mod\.save_pretrained",
+        ),
     ],
 )
 def test_a_tensor_that_does_not_fit_is_named(
