@@ -157,7 +157,7 @@ def _int8_decoder(decoder: Graph, config: ModelConfig) -> tuple[Graph, int]:
         each.name: described(value, each) for value, each in zip(graph.inputs, inputs, strict=True)
     }
     # GroupQueryAttention takes each slot's columns with the new one, less one; the capacity; and
-    # for cross-attention, which writes nothing, new keys and values of length 0.
+    # in cross-attention, which writes nothing, new keys and values of length 0.
     tape, int32 = ir.tape.Tape(), ir.DataType.INT32
     columns: dict[str, list[ir.Value]] = {}
     if not config.recurrent:
@@ -165,14 +165,10 @@ def _int8_decoder(decoder: Graph, config: ModelConfig) -> tuple[Graph, int]:
         past = cast(tape, tape.op("Gather", [values["positions"], earliest], {"axis": 1}), int32)
         capacity = tape.op("Shape", [values[specs.names("past")[0]]], {"start": 2, "end": 3})
         columns["self"] = [past, cast(tape, capacity, int32)]
-    empty: list[ir.Value] = []
     if crosses:
         last = tape.op("Sub", [values["source_length"], constant(graph, "one", [1])])
         capacity = tape.op("Shape", [values[crosses[0].name]], {"start": 2, "end": 3})
         columns["cross"] = [cast(tape, each, int32) for each in (last, capacity)]
-        width = attentions[0].kv_heads * attentions[0].d_head
-        shape = [tape.op("Shape", [last]), constant(graph, "nothing", [0, width])]
-        empty = [tape.op("ConstantOfShape", [tape.op("Concat", shape, {"axis": 0})])] * 2
     graph.insert_before(graph[0], tape.nodes)
     layer = 0
     for attention in attentions:
@@ -180,7 +176,7 @@ def _int8_decoder(decoder: Graph, config: ModelConfig) -> tuple[Graph, int]:
         # Both count the token itself; none is -1 in one and 0 in the other.
         window = config.window(layer) if attention.writers else 0
         options = {"local_window_size": window or -1, "softcap": config.attention_softcap}
-        attention.branch(values["single"], columns[kind], empty, options)
+        attention.branch(values["single"], columns[kind], options)
         layer += bool(attention.writers)
     kept = (replace(each, name=f"kept.{each.name}", role="kept", type="int8") for each in crosses)
     outputs = (*_int8(specs.outputs), *kept)
@@ -225,11 +221,7 @@ class _Attention:
         self.writers = [writer for writer in writers if writer is not None]
 
     def branch(
-        self,
-        single: ir.Value,
-        columns: Sequence[ir.Value],
-        empty: Sequence[ir.Value],
-        options: Mapping[str, float],
+        self, single: ir.Value, columns: Sequence[ir.Value], options: Mapping[str, float]
     ) -> None:
         """Replaces the attention by an If over the two ways to read integers.
 
@@ -237,16 +229,12 @@ class _Attention:
             single: Whether there is a single query per slot, bool `[]`.
             columns: Each slot's columns with the new one, less one `[batch]` int32, and the
                 capacity `[1]` int32.
-            empty: Keys and values `[batch, 0, kv_heads * d_head]` for an attention that writes
-                none.
             options: Further attributes of GroupQueryAttention.
         """
         before = self.joined.consumers()[0]
         graph = before.graph
         assert isinstance(graph, ir.Graph)
-        given = [self.query, *(_as_matrix(argument(each, UPDATES)) for each in self.writers)]
-        given = _one_product(given) or given
-        single_query = self._single_query(graph, given, columns, empty, options)
+        single_query = self._single_query(graph, columns, options)
         olds = [self.joined, *self._cast_to_float(graph)]
         nodes = _nodes_only_for(olds, graph)
         choice = ir.node("If", [single], num_outputs=3)
@@ -268,22 +256,25 @@ class _Attention:
     def _single_query(
         self,
         graph: ir.Graph,
-        given: Sequence[ir.Value],
         columns: Sequence[ir.Value],
-        empty: Sequence[ir.Value],
         options: Mapping[str, float],
     ) -> ir.Graph:
-        """Returns the branch for a single query per slot; `given` may be queries, keys, values."""
+        """Returns the branch for a single query per slot."""
         tape, width = ir.tape.Tape(), self.heads * self.d_head
         kv_width = self.kv_heads * self.d_head
-        # Keys and values that are packed with the queries are absent.
-        packed = bool(self.writers) and len(given) == 1
-        widths = [width + 2 * kv_width * packed, kv_width, kv_width]
+        updates = [argument(writer, UPDATES) for writer in self.writers]
+        packed = _one_product(self.query, updates)
+        given = [packed] if packed is not None else [self.query, *updates]
+        widths = [width + 2 * kv_width * (packed is not None), kv_width, kv_width]
         rows = [
             tape.op("Reshape", [value, constant(graph, "row", [-1, 1, last])])
             for value, last in zip(given, widths, strict=False)
         ]
-        new = [None] * 2 * packed if self.writers else empty
+        new: list[ir.Value | None] = [None] * (3 - len(rows))  # packed with the queries
+        if not self.writers:
+            numbers = ([0, 0], [0, kv_width], [1, 2])  # starts, ends, axes
+            given = [rows[0], *(constant(graph, "nothing", each) for each in numbers)]
+            new = [tape.op("Slice", given)] * 2
         states = [argument(writer, 0) for writer in self.writers] or self.memory
         one = shared(graph, "ones", np.ones(1, np.float32))
         attended, *states = tape.op_multi_out(
@@ -336,25 +327,21 @@ class _Attention:
         return ir.Graph([], outputs, nodes=nodes, name=name)
 
 
-def _as_matrix(value: ir.Value) -> ir.Value:
-    """Returns the matrix that a Reshape splits into heads, or the value itself."""
-    producer = value.producer()
-    split = producer is not None and producer.op_type == "Reshape"
-    return argument(producer, 0) if producer is not None and split else value
-
-
-def _one_product(layers: Sequence[ir.Value]) -> list[ir.Value] | None:
+def _one_product(query: ir.Value, updates: Sequence[ir.Value]) -> ir.Value | None:
     """Makes int8 layers of one input one product, and splits it for the layers' readers.
 
     Every number stays the same: the sums of integers are exact, and each output has its own scale.
     onnxruntime joins the weights when it opens the graph.
 
     Args:
-        layers: Queries, keys and values `[rows, outputs]`.
+        query: `[rows, outputs]`.
+        updates: Keys and values, split into heads.
 
     Returns:
-        The product alone, or None where these are no such layers.
+        The product `[rows, outputs of all]`, or None where these are no such layers.
     """
+    splits = [node for each in updates if (node := each.producer()) and node.op_type == "Reshape"]
+    layers = [query, *(argument(node, 0) for node in splits)]
     nodes = [node for each in layers if (node := each.producer()) is not None]
     given = [tuple(node.inputs) for node in nodes if node.op_type == "MatMulIntegerToFloat"]
     if not len(given) == len(layers) == 3 or len({each[0] for each in given}) > 1:
@@ -380,7 +367,7 @@ def _one_product(layers: Sequence[ir.Value]) -> list[ir.Value] | None:
     for part, layer in zip(parts, layers, strict=True):
         layer.replace_all_uses_with(alike(part, layer))
     graph.remove([*nodes, *(_producer(argument(node, 1)) for node in nodes)], safe=True)
-    return [product]
+    return product
 
 
 def _nodes_only_for(values: Sequence[ir.Value], graph: ir.Graph) -> list[ir.Node]:

@@ -188,8 +188,9 @@ def test_one_product_has_the_bits_of_three(biased: int) -> None:
         given = [*inputs, bias if number < biased else None]
         layer = tape.op("MatMulIntegerToFloat", given, domain=CONTRIB)
         layer.type, layer.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape(["rows", count])
-        graph.outputs.append(tape.op("Identity", [layer], output=ir.Value(name=f"y{number}")))
-        graph.outputs[-1].type = layer.type
+        heads = register(graph, f"heads.{number}", np.array([-1, 2, count // 2]))
+        split = ir.Value(name=f"y{number}", type=layer.type)
+        graph.outputs.append(tape.op("Reshape", [layer, heads], output=split))
     graph.inputs.append(x)
     graph.opset_imports.update({"": FUSED_OPSET, CONTRIB: 1})
     model = ir.Model(graph, ir_version=10)
@@ -205,8 +206,9 @@ def test_one_product_has_the_bits_of_three(biased: int) -> None:
         ]
 
     before = answers()
-    layers = [argument(_producer(value), 0) for value in graph.outputs]
-    assert (_one_product(layers) is not None) == (biased != 2)
+    query, *updates = graph.outputs
+    packed = _one_product(argument(_producer(query), 0), updates)
+    assert (packed is not None) == (biased != 2)
     assert [node.op_type for node in graph].count("MatMulIntegerToFloat") == (3, 1)[biased != 2]
     assert answers() == before
 
