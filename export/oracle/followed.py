@@ -81,9 +81,9 @@ class _ShownRunner(GraphRunner):
         """See `GraphRunner.run`."""
         return super().run(*inputs, **more)[len(self.shown) :]
 
-    def run_bound(self, binding: Any) -> None:
+    def run_bound(self, binding: Any, *copies: Any, **waits: Any) -> None:
         """See `GraphRunner.run_bound`."""
-        super().run_bound(binding)
+        super().run_bound(binding, *copies, **waits)
         found = binding.get_outputs()[binding.before :]
         for name, value in zip(self.shown, found, strict=False):
             self.written.setdefault(name, []).append(value.numpy().copy())

@@ -199,12 +199,12 @@ class FusedDecoder(SlotDecoder):
         after = state._replace(positions=positions + 1)
         changed = {"target": tokens, "positions": positions}
         if not self._int8:  # whose kernel reads the positions alone
-            bias = step.call.changing["bias"][0]
+            bias = step.call.changing["bias"]
             if step.reached is positions:
                 bias[np.arange(len(positions)), 0, 0, positions[:, 0]] = 0
             else:
                 bias[...] = after.seen()[0][:, None]
-            cells = self._buffers.cells(positions, step.call.changing["cells"][0])
+            cells = self._buffers.cells(positions, step.call.changing["cells"])
             changed |= {"cells": cells, "bias": bias}
             step.reached = after.positions
         step.call.run(**changed)
@@ -236,7 +236,7 @@ class FusedDecoder(SlotDecoder):
             held[slot, columns] = positions
         step.call.run(
             **changed,
-            cells=self._buffers.cells(columns, step.call.changing["cells"][0]),
+            cells=self._buffers.cells(columns, step.call.changing["cells"]),
             bias=bias.reshape(slots, 1, width * new, -1),
             **({"columns": held} if self._windows else {}),
         )

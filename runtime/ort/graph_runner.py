@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -9,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias, cast
 
 import numpy as np
 import onnxruntime
@@ -28,6 +29,7 @@ from transferry.runtime.errors import (
     install_command,
 )
 from transferry.runtime.hardware import cpu_name, instruction_sets, usable_cores
+from transferry.runtime.ort.cuda import StagingBuffer, cuda_stream
 from transferry.runtime.ort.external_files import watched_graph
 from transferry.runtime.ort.openvino_runner import OpenVinoRunner, openvino_version
 from transferry.runtime.ort.session import (
@@ -139,7 +141,9 @@ class GraphRunner:
         self._device = options.provider
         self.on_device = options.provider != "cpu"
         self._released = GraphRunner._shortages
-        self._device_id = options.device_id if options.provider != "cpu" else 0
+        self._device_id = options.device_id if self.on_device else 0
+        self._stream = cuda_stream(self._device_id) if self.on_device else None
+        self._queueing = self._stream.lock if self._stream else contextlib.nullcontext()
 
     def _require_described(self, path: Path) -> None:
         """Raises InputError unless the graph has the tensors that the manifest describes."""
@@ -232,21 +236,60 @@ class GraphRunner:
             in_place: Device buffers for outputs, by role.
             host: Arrays for outputs, by role.
         """
-        values = {role: (array, self.value(array)) for role, array in (changing or {}).items()}
-        inputs = {**fixed, **{role: [value] for role, (_, value) in values.items()}}
-        binding = self._bound(inputs, host or {}, in_place or {})
-        return BoundCall(self, binding, values, host or {}, held=(fixed, in_place))
-
-    def run_bound(self, binding: onnxruntime.IOBinding) -> None:
-        """Runs a binding of all inputs and outputs; raises as `run`."""
-        options, shortages = None, GraphRunner._shortages
-        if self._released < shortages and self.on_device:
-            options = onnxruntime.RunOptions()
-            options.add_run_config_entry(
-                "memory.enable_memory_arena_shrinkage", f"gpu:{self._device_id}"
-            )
+        changing, host, held = changing or {}, host or {}, (fixed, in_place)
+        if self._stream is None:
+            values = {role: [self.value(array)] for role, array in changing.items()}
+            binding = self._bound({**fixed, **values}, host, in_place or {})
+            return BoundCall(self, binding, changing, host, held)
+        # A single output is copied by onnxruntime, which waits for it.
+        direct, staged = (host, {}) if len(host) == 1 else ({}, host)
         try:
-            self.session.run_with_iobinding(binding, options)
+            up = StagingBuffer(self._stream, changing) if changing else None
+            down = StagingBuffer(self._stream, staged) if staged else None
+        except ERRORS as error:
+            raise self.failure(error) from error
+        binding = self._bound(fixed, direct, in_place or {})
+        for buffer, bind in ((up, binding.bind_input), (down, binding.bind_output)):
+            for role, address in buffer.addresses.items() if buffer else ():
+                (name,) = self.graph.names(cast("Role", role))
+                array = {**changing, **host}[role]
+                where = self._device, self._device_id, array.dtype.type, array.shape, address
+                bind(name, *where)
+        changing, host = up.arrays if up else {}, down.arrays if down else direct
+        return BoundCall(self, binding, changing, host, held, up, down)
+
+    def run_bound(
+        self,
+        binding: onnxruntime.IOBinding,
+        up: StagingBuffer | None = None,
+        down: StagingBuffer | None = None,
+        *,
+        wait: bool = True,
+    ) -> None:
+        """Runs a binding of all inputs and outputs; raises as `run`.
+
+        Args:
+            binding: The binding.
+            up: Inputs to copy to the GPU before.
+            down: Outputs to copy to the host and to wait for.
+            wait: Whether to wait for the GPU at the end of the graph.
+        """
+        options, shortages = None, GraphRunner._shortages
+        if self.on_device and (self._released < shortages or not wait):
+            options = onnxruntime.RunOptions()
+            entry = "disable_synchronize_execution_providers", "1"
+            if self._released < shortages:
+                entry = "memory.enable_memory_arena_shrinkage", f"gpu:{self._device_id}"
+            options.add_run_config_entry(*entry)
+        try:
+            with self._queueing:
+                if up:
+                    up.upload()
+                self.session.run_with_iobinding(binding, options)
+                if down:
+                    down.download()
+            if down:
+                down.stream.wait()
             self._released = shortages
         except ERRORS as error:
             raise self.failure(error) from error
@@ -304,32 +347,34 @@ Opened = Callable[[Bundle, GraphSpec, SessionOptions], GraphRunner]
 class BoundCall:
     """A graph bound once to fixed buffers, to be run many times.
 
+    On a GPU, a call that returns nothing does not wait for the GPU: a later call must, before
+    `changing` changes again.
+
     Attributes:
         runner: The graph.
         binding: All inputs and outputs.
-        changing: Host array and device value of the inputs that every run replaces, by role.
+        changing: Inputs that every run replaces, by role.
         host: Outputs on the host, by role; the next run overwrites them.
         held: Keeps the bound buffers alive.
+        up: Buffer of `changing` on a GPU; empty without any.
+        down: Buffer of `host` on a GPU, if it has several arrays.
     """
 
     runner: GraphRunner
     binding: onnxruntime.IOBinding
-    changing: Mapping[str, tuple[NDArray[Any], OrtValue]]
+    changing: Mapping[str, NDArray[Any]]
     host: Mapping[str, NDArray[Any]]
     held: Sequence[Any]
+    up: StagingBuffer | None = None
+    down: StagingBuffer | None = None
 
     def run(self, **inputs: NDArray[Any]) -> Mapping[str, NDArray[Any]]:
         """Runs the graph on new values of changing inputs; returns `host`, raises as `run`."""
         for role, array in inputs.items():
-            host, value = self.changing[role]
-            if array is not host:
-                host[...] = array
-            if self.runner.on_device:
-                try:
-                    value.update_inplace(host)
-                except ERRORS as error:
-                    raise self.runner.failure(error) from error
-        self.runner.run_bound(self.binding)
+            if array is not (changing := self.changing[role]):
+                changing[...] = array
+        wait = bool(self.host) and self.down is None
+        self.runner.run_bound(self.binding, self.up, self.down, wait=wait)
         return self.host
 
 

@@ -102,8 +102,10 @@ class LMHead:
         """The k likeliest tokens of each row, ranked on the device."""
         found = self._run("top_k", rows, k)
         logits, tokens, sums = found["top_logits"], found["top_tokens"], found["relative_sums"]
-        normaliser = logits[:, 0] + np.log(sums, dtype=np.float64)
-        return TopK(tokens, np.isfinite(normaliser), logits, normaliser)
+        with np.errstate(all="ignore"):  # a sum below 1 is of a broken device
+            normaliser = logits[:, 0] + np.log(sums, dtype=np.float64)
+        usable = np.isfinite(normaliser) & (tokens.view(np.uint64).max(1) < self.vocabulary_size)
+        return TopK(tokens, usable, logits, normaliser)
 
     def _run(self, name: str, rows: int, k: int = 0) -> Mapping[str, NDArray[Any]]:
         """Runs a graph on this thread's buffers, and returns its outputs by role.

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from onnxruntime.capi import onnxruntime_pybind11_state as native
 
 from transferry.runtime.errors import AllocationError, InputError, ProviderError, UsageError
-from transferry.runtime.ort.cuda import cuda_obstacle
+from transferry.runtime.ort.cuda import cuda_obstacle, cuda_stream
 from transferry.runtime.settings import check_value, field_types
 
 # More threads than cores are useless, and thousands end the process.
@@ -254,9 +254,11 @@ def _create(
         settings.enable_profiling = True
         settings.profile_file_prefix = str(options.profile / model.stem)
     mapped = [] if graph is None else _named_files(settings, model, files)
-    provider = (_PROVIDER_NAMES[options.provider], provider_settings(options))
+    provider = _PROVIDER_NAMES[options.provider], provider_settings(options)
     more: dict[str, list[str]] = {}
     if options.provider == "cuda":
+        # Another stream of the user's would run the graphs of a model in no order.
+        provider[1]["user_compute_stream"] = str(cuda_stream(options.device_id).handle)
         more = {"disabled_optimizers": _NOT_ON_CUDA}
         # Its CUDA code warns on stderr, outside of any session, of each ScatterND and device.
         onnxruntime.set_default_logger_severity(_LOG_FATAL_ONLY)

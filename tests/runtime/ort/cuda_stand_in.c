@@ -1,6 +1,9 @@
 /* A CUDA driver, runtime and cuBLAS without a GPU: device memory is host memory, copies copy, and
    kernels and products do nothing. simulated_gpu.py compiles it and adds the functions that only
-   have to succeed. Layouts and numbers are those of CUDA 13's headers. */
+   have to succeed. Layouts and numbers are those of CUDA 13's headers.
+
+   What is asynchronous is as late as CUDA allows: a copy on a stream happens when somebody waits,
+   and page-locked memory that it will write holds 0xAB until then. */
 
 #include <malloc.h>
 #include <pthread.h>
@@ -8,7 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { LAUNCHES, PRODUCTS, TO_DEVICE, TO_HOST, WITHIN, SYNCS, MALLOCS, HELD, MOST, PINNED, COUNTS };
+enum { LAUNCHES, PRODUCTS, TO_DEVICE, TO_HOST, WITHIN, SYNCS, MALLOCS, HELD, MOST, PINNED, TORN, STRAYS, COUNTS };
 enum { OUT_OF_MEMORY = 2, NO_DEVICE = 100, NOT_FOUND = 1 };
 static long counts[COUNTS], limit, failing;
 static int driver = 13000, devices = 1, one;
@@ -43,9 +46,64 @@ static int give(void *memory) {
   free(memory);
   return 0;
 }
-static int copy(void *to, const void *from, size_t size, int kind) {
+
+/* Queued copies. TORN: a source in page-locked memory changed before its copy was made. STRAYS: work
+   on a stream while another one had work that nobody had waited for. */
+enum { LOCKED = 4096, QUEUED = 65536 };
+static struct { char *begin; size_t size; } locked[LOCKED];
+static struct { char *to; const char *from; char *value; size_t size; } queue[QUEUED];
+static int queued;
+static void *busy;
+static pthread_mutex_t queueing = PTHREAD_MUTEX_INITIALIZER;
+
+static int is_locked(const void *memory) {
+  for (int i = 0; i < LOCKED; i++)
+    if ((size_t)((const char *)memory - locked[i].begin) < locked[i].size) return 1;
+  return 0;
+}
+static void finish(void) {
+  for (int i = 0; i < queued; i++) {
+    if (queue[i].value) {
+      if (queue[i].from && memcmp(queue[i].from, queue[i].value, queue[i].size)) counts[TORN]++;
+      memcpy(queue[i].to, queue[i].value, queue[i].size);
+      free(queue[i].value);
+    } else memmove(queue[i].to, queue[i].from, queue[i].size);
+  }
+  queued = 0;
+  busy = NULL;
+}
+static int wait_for_all(void) {
+  pthread_mutex_lock(&queueing);
+  finish();
+  pthread_mutex_unlock(&queueing);
+  return 0;
+}
+static void use(void *stream) {
+  if (busy && stream && stream != busy) simulated_count(STRAYS);
+  if (stream) busy = stream;
+}
+static int launch(void *stream) {
+  pthread_mutex_lock(&queueing);
+  use(stream);
+  pthread_mutex_unlock(&queueing);
+  simulated_count(LAUNCHES);
+  return 0;
+}
+static int copy(void *to, const void *from, size_t size, int kind, void *stream, int now) {
   if (kind >= 1 && kind <= 3) simulated_count(TO_DEVICE + kind - 1);
-  memmove(to, from, size);
+  pthread_mutex_lock(&queueing);
+  if (now || (kind == 2 && !is_locked(to)) || queued == QUEUED) {
+    finish();
+    memmove(to, from, size);
+  } else {
+    use(stream);
+    queue[queued].to = to;
+    queue[queued].from = kind == 1 && !is_locked(from) ? NULL : from;
+    queue[queued].value = kind == 1 ? memcpy(malloc(size + 1), from, size) : NULL;
+    queue[queued++].size = size;
+    if (kind == 2) memset(to, 0xAB, size);
+  }
+  pthread_mutex_unlock(&queueing);
   return 0;
 }
 
@@ -88,25 +146,48 @@ int cudaGetDeviceProperties(void *out, int device) {
 
 int cudaMalloc(void **out, size_t size) { return take(out, size); }
 int cudaMallocFromPoolAsync(void **out, size_t size, void *pool, void *stream) { return take(out, size); }
-int cudaFree(void *memory) { return give(memory); }
-int cudaFreeAsync(void *memory, void *stream) { return give(memory); }
-int cudaMallocHost(void **out, size_t size) { simulated_count(PINNED); return (*out = calloc(1, size)) ? 0 : OUT_OF_MEMORY; }
+int cudaFree(void *memory) { wait_for_all(); return give(memory); }
+int cudaFreeAsync(void *memory, void *stream) { return cudaFree(memory); }
+int cudaMallocHost(void **out, size_t size) {
+  if (take(out, size)) return OUT_OF_MEMORY;
+  pthread_mutex_lock(&lock);
+  counts[MALLOCS]--;
+  counts[HELD] -= malloc_usable_size(*out);
+  counts[PINNED] += malloc_usable_size(*out);
+  int i = 0;
+  while (locked[i].size) i++;
+  locked[i].begin = *out;
+  locked[i].size = size;
+  pthread_mutex_unlock(&lock);
+  return 0;
+}
 int cudaHostAlloc(void **out, size_t size, unsigned flags) { return cudaMallocHost(out, size); }
-int cudaFreeHost(void *memory) { free(memory); return 0; }
+int cudaFreeHost(void *memory) {
+  wait_for_all();
+  pthread_mutex_lock(&lock);
+  for (int i = 0; i < LOCKED; i++)
+    if (memory && locked[i].begin == memory) {
+      counts[PINNED] -= malloc_usable_size(memory);
+      locked[i].size = 0;
+    }
+  pthread_mutex_unlock(&lock);
+  free(memory);
+  return 0;
+}
 int cudaMemGetInfo(size_t *left, size_t *all) { *left = 7ul << 30; *all = 8ul << 30; return 0; }
 int cudaMemcpy(void *to, const void *from, size_t size, int kind) {
   simulated_count(SYNCS);
-  return copy(to, from, size, kind);
+  return copy(to, from, size, kind, NULL, 1);
 }
-int cudaMemcpyAsync(void *to, const void *from, size_t size, int kind, void *stream) { return copy(to, from, size, kind); }
+int cudaMemcpyAsync(void *to, const void *from, size_t size, int kind, void *stream) { return copy(to, from, size, kind, stream, 0); }
 int cudaMemcpy2DAsync(char *to, size_t pitch, const char *from, size_t step, size_t width, size_t height, int kind, void *stream) {
-  copy(to, from, 0, kind);
+  copy(to, from, 0, kind, stream, 1);
   for (size_t i = 0; i < height; i++) memmove(to + i * pitch, from + i * step, width);
   return 0;
 }
-int cudaMemcpyFromSymbol(void *to, const void *symbol, size_t size, size_t offset, int kind) { memset(to, 0, size); return 0; }
-int cudaMemset(void *memory, int value, size_t size) { memset(memory, value, size); return 0; }
-int cudaMemsetAsync(void *memory, int value, size_t size, void *stream) { memset(memory, value, size); return 0; }
+int cudaMemcpyFromSymbol(void *to, const void *symbol, size_t size, size_t offset, int kind) { wait_for_all(); memset(to, 0, size); return 0; }
+int cudaMemset(void *memory, int value, size_t size) { wait_for_all(); memset(memory, value, size); return 0; }
+int cudaMemsetAsync(void *memory, int value, size_t size, void *stream) { return cudaMemset(memory, value, size); }
 int cudaPointerGetAttributes(char *out, void *memory) {
   memset(out, 0, 88);
   *(int *)out = 2; /* on the device */
@@ -114,12 +195,13 @@ int cudaPointerGetAttributes(char *out, void *memory) {
   return 0;
 }
 
-int cudaStreamCreate(void **out) { *out = &one; return 0; }
-int cudaStreamCreateWithFlags(void **out, unsigned flags) { *out = &one; return 0; }
+int cudaStreamCreate(void **out) { *out = malloc(1); return 0; }
+int cudaStreamCreateWithFlags(void **out, unsigned flags) { return cudaStreamCreate(out); }
+int cudaStreamDestroy(void *stream) { free(stream); return 0; }
 int cudaStreamIsCapturing(void *stream, int *out) { *out = 0; return 0; }
-int cudaStreamSynchronize(void *stream) { simulated_count(SYNCS); return 0; }
-int cudaDeviceSynchronize(void) { simulated_count(SYNCS); return 0; }
-int cudaEventSynchronize(void *event) { simulated_count(SYNCS); return 0; }
+int cudaStreamSynchronize(void *stream) { simulated_count(SYNCS); return wait_for_all(); }
+int cudaDeviceSynchronize(void) { simulated_count(SYNCS); return wait_for_all(); }
+int cudaEventSynchronize(void *event) { simulated_count(SYNCS); return wait_for_all(); }
 int cudaEventCreate(void **out) { *out = &one; return 0; }
 int cudaEventCreateWithFlags(void **out, unsigned flags) { *out = &one; return 0; }
 int cudaEventElapsedTime(float *out, void *from, void *to) { *out = 1; return 0; }
@@ -133,10 +215,24 @@ int cudaFuncGetAttributes(char *out, const void *kernel) {
   return 0;
 }
 int cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *out, const void *kernel, int threads, size_t shared, unsigned flags) { *out = 2; return 0; }
-int cudaLaunchKernel() { simulated_count(LAUNCHES); return 0; }
-int __cudaLaunchKernel() { simulated_count(LAUNCHES); return 0; }
-int cudaLaunchCooperativeKernel() { simulated_count(LAUNCHES); return 0; }
-int cudaLaunchKernelExC() { simulated_count(LAUNCHES); return 0; }
+struct size { unsigned x, y, z; };
+static __thread void *stream_of_launch;
+int __cudaPushCallConfiguration(struct size grid, struct size block, size_t shared, void *stream) {
+  stream_of_launch = stream;
+  return 0;
+}
+int __cudaPopCallConfiguration(struct size *grid, struct size *block, size_t *shared, void **stream) {
+  memset(grid, 0, sizeof *grid);
+  memset(block, 0, sizeof *block);
+  *shared = 0;
+  *stream = stream_of_launch;
+  return 0;
+}
+int cudaLaunchKernel(void *kernel, struct size grid, struct size block, void **given, size_t shared, void *stream) { return launch(stream); }
+int __cudaLaunchKernel(void *kernel, struct size grid, struct size block, void **given, size_t shared, void *stream) { return launch(stream); }
+int cudaLaunchCooperativeKernel(void *kernel, struct size grid, struct size block, void **given, size_t shared, void *stream) { return launch(stream); }
+int cudaLaunchKernelExC(char *configuration) { return launch(*(void **)(configuration + 32)); }
+int cudaLaunchHostFunc(void *stream, void (*function)(void *), void *given) { wait_for_all(); function(given); return 0; }
 void *__cudaRegisterFatBinary(void *code) { static void *handles[8192]; static int next; return &handles[next++ % 8192]; }
 int cudaGetDriverEntryPointByVersion(const char *name, void **out, unsigned version, unsigned long long flags, int *status) {
   *out = NULL;

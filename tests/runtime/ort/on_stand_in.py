@@ -25,7 +25,7 @@ from transferry.runtime.bundle.specs import Variant
 from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.errors import AllocationError, TransferryError
-from transferry.runtime.ort.cuda import cuda_obstacle
+from transferry.runtime.ort.cuda import CudaStream, StagingBuffer, cuda_obstacle, cuda_stream
 from transferry.runtime.ort.encoder import EncoderModel
 from transferry.runtime.ort.open_model import ServedDecoder, ServedModel, open_model
 from transferry.runtime.ort.session import SessionOptions
@@ -130,7 +130,30 @@ def calls_of_a_step(
         before = device.counts()
         _, state = model.step(tokens, state, top=top)
     after = device.counts()
-    return {name: after[name] - before[name] for name in COUNTS[:7]}
+    return {name: after[name] - before[name] for name in COUNTS}
+
+
+def hazards(device: Simulated) -> dict[str, list[int]]:
+    """Copies torn and work astray, and results that came: without a fault, and with each."""
+    stream, other = cuda_stream(0), CudaStream(0)
+    found = {}
+    for name in ("sound", "changed", "read early", "on another stream"):
+        before = device.counts()
+        up, down = (StagingBuffer(stream, {"a": np.arange(4)}) for _ in range(2))
+        up.upload()
+        if name == "changed":
+            up.arrays["a"][:] = 0
+        if name == "on another stream":
+            down.stream = other
+        stream.copy(down.addresses["a"], up.addresses["a"], 32, 3)
+        down.download()
+        if name != "read early":
+            down.stream.wait()
+        result, after = down.arrays["a"].tolist(), device.counts()
+        stream.wait()
+        counts = [after[count] - before[count] for count in ("torn", "strays")]
+        found[name] = [*counts, result == [0, 1, 2, 3]]
+    return found
 
 
 def run_variant(device: Simulated, bundle: Bundle, variant: Variant) -> dict[str, Any]:
@@ -142,10 +165,12 @@ def run_variant(device: Simulated, bundle: Bundle, variant: Variant) -> dict[str
         found["steps"] = {
             name: calls_of_a_step(device, model, *how) for name, how in SEARCHES.items()
         }
-    held = device.counts()["held"]
+    used(model)  # after the wider steps, which replaced buffers
+    before = device.counts()
     for _ in range(20):
         used(model)
-    found["leaked"] = device.counts()["held"] - held
+    after = device.counts()
+    found |= {name: after[name] - before[name] for name in ("held", "pinned", "torn", "strays")}
     if (whole := OneGraph.of(bundle, variant, DEVICE)) is not None:
         # Only opened: shapes in its loop lie on the device, where the stand-in leaves zeros.
         found["on_cpu"] |= nodes_on_cpu(whole)
@@ -225,6 +250,7 @@ def main(folder: Path, folders: list[Path]) -> dict[str, Any]:
     device = Simulated()
     for name, bundle, variant in cases:
         record[name] = run_variant(device, bundle, variant) | {"ends": ends[name]}
+    record["hazards"] = hazards(device)
     *_, (name, bundle, variant) = (case for case in cases if case[2].cache is not None)
     record["halved"] = halved(device, bundle, variant)
     return record

@@ -22,7 +22,7 @@ LIBRARIES = (
 # As the enumeration in the source.
 COUNTS = (
     *("launches", "products", "to_device", "to_host", "within", "syncs"),
-    *("mallocs", "held", "most", "pinned"),
+    *("mallocs", "held", "most", "pinned", "torn", "strays"),
 )
 
 
@@ -79,7 +79,7 @@ class Simulated:
         self._library = ctypes.CDLL(LIBRARIES[0])
 
     def counts(self) -> Mapping[str, int]:
-        """Calls so far, by `COUNTS`; held and most are bytes."""
+        """Calls so far, by `COUNTS`; held, most and pinned are bytes."""
         found = (ctypes.c_long * len(COUNTS))()
         self._library.simulated_counts(found)
         return dict(zip(COUNTS, found, strict=True))

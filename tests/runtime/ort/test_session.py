@@ -3,6 +3,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,7 @@ def working_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch
     providers = ["CUDAExecutionProvider", "CPUExecutionProvider"]
     monkeypatch.setattr(cuda, "_query_driver", lambda: driver)
     monkeypatch.setattr(cuda, "_preload_cuda_libraries", lambda: "")
+    monkeypatch.setattr(cuda, "_stream", lambda device_id: SimpleNamespace(handle=77))
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: providers)
     monkeypatch.setattr(onnxruntime, "cuda_version", "13.0")
     yield monkeypatch
@@ -234,7 +236,7 @@ def test_asks_for_cuda_without_tf32_and_without_fallback(
     working_cuda.setattr(onnxruntime, "InferenceSession", create)
     options = SessionOptions(provider="cuda", device_id=1, provider_options={"arena": "small"})
     open_session(graph, options)
-    given = {"device_id": "1", "use_tf32": "0", "arena": "small"}
+    given = {"device_id": "1", "use_tf32": "0", "arena": "small", "user_compute_stream": "77"}
     assert asked == {
         "providers": [("CUDAExecutionProvider", given)],
         "enable_fallback": 0,
