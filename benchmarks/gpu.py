@@ -37,7 +37,8 @@ STAGES = (
     *("llama-profile", "llama-alone", "small-verify", "bert-verify", "llama-verify", "tests"),
     "llama-compiled",
 )
-# Seconds after which a stage is stopped.
+MINUTES = 8.0
+# Seconds after which a stage is stopped; longer where there are more minutes.
 LONGEST = {"verify": 120, "compiled": 150, "tests": 120}
 
 
@@ -125,7 +126,8 @@ def run_all(arguments: argparse.Namespace) -> dict[str, Any]:
     for stage in arguments.stages:
         model = stage.rpartition("-")[0]
         left = 60 * arguments.minutes - (time.monotonic() - began)
-        limit = min(left, LONGEST.get(stage.rpartition("-")[2], 90))
+        longest = LONGEST.get(stage.rpartition("-")[2], 90) * max(1, arguments.minutes / MINUTES)
+        limit = min(left, longest)
         try:
             if model in makers:
                 code = makers[model].wait(max(left, 0))
@@ -151,7 +153,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--out", type=Path, default=Path("gpu"))
     parser.add_argument("--provider", choices=["cpu", "cuda"], default="cuda")
-    parser.add_argument("--minutes", type=float, default=8.0)
+    parser.add_argument("--minutes", type=float, default=MINUTES)
     parser.add_argument("--stages", type=lambda text: text.split(","), default=STAGES)
     parser.add_argument("--batches", type=numbers, default=[1, 32, 256, 1024])
     parser.add_argument("--new-tokens", type=int, default=32)
