@@ -313,18 +313,18 @@ CLASSIFIER = classifier(
     width="d_model",
     poolings={"last": {"pooling": ("last",)}},
 )
-_BART_IDS = {"pad_token_id": 1, "eos_token_id": 2, "forced_eos_token_id": 2}
+_BART_IDS = {"pad_token_id": 1, "eos_token_id": 2}
 _M2M_IDS = {"pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
 _T5_IDS = {"pad_token_id": 0, "eos_token_id": 1}
 FAMILIES = {
     "marian": Family(
         *("opus-mt", _marian_shape, MARIAN, ("model.",), _marian_computes),
-        tokens={"eos_token_id": 0, "forced_eos_token_id": 0},
+        tokens={"eos_token_id": 0},
     ),
     "pegasus": Family(
         *("PEGASUS", _pegasus_shape, PEGASUS, ("model.",), _marian_computes),
         reads_lines=True,
-        tokens={**_T5_IDS, "decoder_start_token_id": 0, "forced_eos_token_id": 1},
+        tokens={**_T5_IDS, "decoder_start_token_id": 0},
     ),
     "bart": Family(
         *("BART", _bart_shape, BART, ("model.",), _no_bias, CLASSIFIER),

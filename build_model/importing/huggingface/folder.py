@@ -209,6 +209,13 @@ class PretrainedFolder:
             )
         return default
 
+    def begin(self, default: int | None = None) -> int:
+        """Returns the token that the decoder begins with; `generate` reads one file for it."""
+        name = "decoder_start_token_id"
+        if self.generation.get(name) is None and self.generation.get("bos_token_id") is not None:
+            name = "bos_token_id"
+        return self.token(name, default)
+
     def tokens(self, name: str) -> list[int]:
         """Returns token ids; generation_config.json takes precedence, as in `generate`.
 

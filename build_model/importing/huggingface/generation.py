@@ -273,6 +273,9 @@ class _Reader:
             begin = self._ids("bos_token_id")
         if begin:
             if self.has_encoder and len(begin) == 1:
+                if begin[0] in self.ends:
+                    supported = "a token that ends no answer; else all are empty"
+                    self.settings.refuse("forced_bos_token_id", begin[0], supported)
                 fields["forced_begin"] = begin[0]
             else:
                 self._leave("forced_bos_token_id", begin, "no effect on prompts of several tokens")

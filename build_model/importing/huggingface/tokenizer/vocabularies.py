@@ -84,7 +84,7 @@ def marian_tokenizer(pretrained: PretrainedFolder, config: ModelConfig) -> AnyTo
     """Two SentencePiece models and a table of ids, or one of each side."""
     settings, folder = pretrained.tokenizer, pretrained.folder
     eos, pad = pretrained.token("eos_token_id"), pretrained.token("pad_token_id")
-    begin, end = pretrained.token("decoder_start_token_id"), eos
+    begin, end = pretrained.begin(), eos
     kind: type[SentencePiecePair] = SentencePiecePair
     if settings.flag("separate_vocabs", False):
         kind = SentencePieceTables
@@ -161,7 +161,7 @@ def _pair(
 def sequence_tokenizer(pretrained: PretrainedFolder, config: ModelConfig) -> AnyTokenizer:
     """tokenizer.json of an encoder-decoder; it puts the source's language where there is one."""
     eos = pretrained.token("eos_token_id")
-    begin = pretrained.token("decoder_start_token_id", pretrained.token("bos_token_id", eos))
+    begin = pretrained.begin(pretrained.token("bos_token_id", eos))
     special = SpecialTokens(pretrained.token("pad_token_id", eos), begin, eos, after=())
     declared = pretrained.tokenizer.values.get("tokenizer_class")
     if (declared or pretrained.config.values.get("tokenizer_class")) == "ByT5Tokenizer":

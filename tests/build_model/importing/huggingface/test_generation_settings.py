@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import random
@@ -26,6 +27,7 @@ from tests.runtime.decoding.test_transformers import (
 from transferry.build_model.importing.huggingface import generation
 from transferry.build_model.importing.huggingface.folder import PretrainedFolder
 from transferry.build_model.importing.huggingface.generation import generation_defaults
+from transferry.build_model.importing.huggingface.importer import FAMILIES
 from transferry.build_model.model.config import ModelConfig
 from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.decoding.search import search
@@ -200,6 +202,22 @@ def test_without_options_the_answers_are_those_of_generate(
     assert require_their_answers(kind, made, models) == wanted_left
 
 
+@pytest.mark.parametrize(("begin", "bos"), [(7, 5), (7, None), (None, 5)])
+@torch.inference_mode()
+def test_an_answer_begins_as_that_of_generate(
+    begin: int | None, bos: int | None, folder: Folder, models: dict[str, Any]
+) -> None:
+    made = folder({"decoder_start_token_id": 9}, decoder_start_token_id=begin, bos_token_id=bos)
+    model = copy.copy(models["encoder-decoder"])
+    model.generation_config = transformers.GenerationConfig.from_pretrained(made.folder)
+    assert made.begin() == model.generate(torch.tensor([[4]]))[0, 0]
+
+
+def test_types_have_defaults_of_tokens_alone() -> None:
+    """`generate` reads config.json without the defaults of the type, such as a forced end."""
+    assert {name for family in FAMILIES.values() for name in family.tokens} <= {*generation.TOKENS}
+
+
 def test_a_sampling_default_stays_one(folder: Folder) -> None:
     fields, left_out = generation_defaults(
         folder(do_sample=True, temperature=0.6, top_p=0.9, num_beams=4, num_return_sequences=2),
@@ -254,6 +272,7 @@ def test_settings_that_lose_are_told(folder: Folder) -> None:
         ("bad_words_ids", [[3, VOCABULARY]]),
         ("suppress_tokens", [-1]),
         ("forced_eos_token_id", VOCABULARY),
+        ("forced_bos_token_id", EOS),
         ("stop_strings", [1]),
         ("stop_strings", [""]),
     ],
