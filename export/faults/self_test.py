@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 from transferry.build_model.model.config import ModelConfig
 from transferry.export.checks.check import Check, attempt, claim
@@ -151,12 +152,13 @@ def _rounding_writer(engine: Engine) -> PlantedFault:
     return PlantedFault(ROUNDED, "scores and vectors rounded to 6 decimals", True, caught)
 
 
-def _inverted_penalty(
-    engine: Engine, texts: Sequence[str], options: GenerationOptions
+def _searched_with(
+    changed: Callable[[GenerationOptions], Mapping[str, Any]],
+    engine: Engine,
+    texts: Sequence[str],
+    options: GenerationOptions,
 ) -> Iterable[GenerationResult]:
-    return engine.generate(
-        texts, replace(options, repetition_penalty=1 / options.repetition_penalty)
-    )
+    return engine.generate(texts, replace(options, **changed(options)))
 
 
 def _uncut(
@@ -178,7 +180,14 @@ def _answered_as_the_row_before(
 
 
 WRONG_ENGINES: Mapping[str, Callable[..., Iterable[GenerationResult]]] = {
-    "a repetition penalty inverted": _inverted_penalty,
+    "a repetition penalty inverted": partial(
+        _searched_with, lambda options: {"repetition_penalty": 1 / options.repetition_penalty}
+    ),
+    "n-grams that may come again": partial(_searched_with, lambda options: {"no_repeat_ngram": 0}),
+    "suppressed tokens allowed": partial(_searched_with, lambda options: {"suppress": ()}),
+    "a suppressed sequence allowed": partial(
+        _searched_with, lambda options: {"suppress_sequences": ()}
+    ),
     "a stop string left in the text": _uncut,
     "a repeated text answered as another": _answered_as_the_row_before,
 }

@@ -22,6 +22,7 @@ from transferry.runtime.tokenizer.special_tokens import AnyTokenizer
 PLAINLY = "plain search"
 # Rows and tokens of an answer, and texts among which those of such a length are chosen.
 PLAIN_ROWS, PLAIN_LENGTH, PLAIN_AMONG = 4, 8, 64
+REPEATING = 2.0**-7  # a repetition penalty that makes tokens come again
 # Answers texts, such as an engine's.
 Generate = Callable[[Sequence[str], GenerationOptions], Iterable[GenerationResult]]
 
@@ -76,7 +77,11 @@ class PlainAnswers:
         ]
 
     def ruled(self) -> dict[str, GenerationOptions]:
-        """Returns searches that go through every rule, made of the tokens of torch's answers."""
+        """Returns searches that go through every rule, made of the tokens of torch's answers.
+
+        Whatever the text, a rule alone decides tokens of the first answer: without it, that would
+        be greedy search's, or its tokens would come again.
+        """
         length = min(PLAIN_LENGTH, self.oracle.config.max_positions)
         greedy = GenerationOptions(max_length=length)
         row = self.rows(greedy)[0]
@@ -84,15 +89,21 @@ class PlainAnswers:
         likely, text = tokens[:1], row.shown(tokens)
         allowed = [each for each in range(self.oracle.config.vocabulary_size) if each not in ends]
         rules: dict[str, Any] = {
-            "suppress": likely,
-            "suppress_sequences": (tokens[1:3],) if tokens[1:3] else (),
+            "suppress_sequences": (tokens[:2],) if tokens else (),
             "repetition_penalty": 1.3,
             "no_repeat_ngram": 2,
             "min_length": min(3, length),
             "forced_end": ends[:1],
         }
+        repeats: dict[str, Any] = {
+            "suppress": likely,
+            "repetition_penalty": REPEATING,
+            "no_repeat_ngram": 2,
+            "min_length": length,
+        }
         beams: dict[str, Any] = {
             **rules,
+            "suppress": likely,
             "beam": 3,
             "n_best": 2,
             "early_stopping": False,
@@ -105,6 +116,7 @@ class PlainAnswers:
         cut: dict[str, Any] = {"temperature": 0.8, "top_k": 9, "top_p": 0.9, "min_p": 0.01}
         return {
             "rules": replace(greedy, **rules),
+            "rules, repeating": replace(greedy, **repeats),
             "rules, beam 3": replace(greedy, **beams),
             "samples": replace(greedy, sample=True, n_best=2, seed=3, typical_p=0.95, **cut),
             "stop string": replace(greedy, stop=(text[len(text) // 2],) if text else ()),
