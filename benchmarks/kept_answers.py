@@ -1,9 +1,9 @@
 """How many answers of float32 does int8 keep, in the engine and in CTranslate2?
 
     pip install ".[export,peers]"
-    python benchmarks/kept_answers.py CHECKPOINT BUNDLE TEXT [--rows 300]
+    python benchmarks/kept_answers.py CHECKPOINT BUNDLE TEXT [--variant cpu-int8] [--rows 300]
 
-BUNDLE is the export of CHECKPOINT with `cpu-fp32` and `cpu-int8`. Greedy search and beam 4.
+BUNDLE is the export of CHECKPOINT with `cpu-fp32` and the variant. Greedy search and beam 4.
 """
 
 from __future__ import annotations
@@ -45,11 +45,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name in ("checkpoint", "bundle", "text"):
         parser.add_argument(name, type=Path)
+    parser.add_argument("--variant", default="cpu-int8")
     parser.add_argument("--rows", type=int, default=300)
     given = parser.parse_args()
     lines = read_sentences(given.text, given.rows)
     for beam in (1, 4):
-        ours = [of_engine(given.bundle, name, lines, beam) for name in ("cpu-fp32", "cpu-int8")]
+        ours = [of_engine(given.bundle, name, lines, beam) for name in ("cpu-fp32", given.variant)]
         theirs = [
             of_ctranslate2(given.checkpoint, given.bundle, name, lines, beam)
             for name in ("float32", "int8")

@@ -297,7 +297,7 @@ Examples:
 )
 @option(
     "--precision",
-    type=click.Choice([name for name, row in PRECISIONS.items() if not row.weights_only]),
+    type=click.Choice([name for name, row in PRECISIONS.items() if row.foreign or not row.rounded]),
     help="Precision to judge the graphs by. Default: from operators and stored weights.",
 )
 @option(

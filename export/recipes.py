@@ -12,6 +12,7 @@ from transferry.runtime.precision import (
     FLOAT32,
     INT4,
     INT8,
+    INT8_BLOCKS,
     WEIGHT_ONLY,
     Precision,
 )
@@ -52,12 +53,14 @@ class Recipe:
 
 _CPU, _CUDA = ("cpu",), ("cuda",)
 _FLOATS, _IN_INT8 = "rewrite.fused:floats", "rewrite.weight_only:in_int8"
+_BLOCKS = "rewrite.linear_blocks:in_blocks"
 _ALL = (
     Recipe(PORTABLE, FLOAT32, ("cpu", "cuda"), "portable/", "make:portable", fused=False),
     Recipe("portable-int8", WEIGHT_ONLY, _CPU, "portable-int8/", _IN_INT8, fused=False),
     Recipe("cpu-fp32", FLOAT32, _CPU, "portable/fused-", _FLOATS),
     Recipe("cpu-int8", INT8, _CPU, "cpu-int8/", "rewrite.kv_cache_int8:int8"),
-    Recipe("cpu-int4", INT4, _CPU, "cpu-int4/", "rewrite.linear_int4:int4"),
+    Recipe("cpu-int8-blocks", INT8_BLOCKS, _CPU, "cpu-int8-blocks/", _BLOCKS),
+    Recipe("cpu-int4", INT4, _CPU, "cpu-int4/", _BLOCKS),
     Recipe("cuda-fp16", FLOAT16, _CUDA, "cuda-fp16/", _FLOATS),
     Recipe("cuda-bf16", BFLOAT16, _CUDA, "cuda-bf16/", _FLOATS),
 )

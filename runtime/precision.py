@@ -58,6 +58,8 @@ class Precision:
         integers: Whether products are of integers.
         weights_only: Whether weights are stored in integers and products computed in float32.
         calibrated: Whether scales of activations are measured on text.
+        block_bits: Bits of weights in blocks, each with a scale, whose products round their inputs
+            in blocks too; 0 without.
         foreign: Largest error of another tool's graph, in units of an entry. Only its
             writer knows the integers it rounds to, so torch cannot round likewise. None: as for a
             bundle. docs/audit.md has the measurement.
@@ -71,6 +73,7 @@ class Precision:
     integers: bool = False
     weights_only: bool = False
     calibrated: bool = False
+    block_bits: int = 0
     foreign: float | None = None
 
     @classmethod
@@ -94,9 +97,9 @@ class Precision:
 
 
 # In float32 every different token must be a tie, so any share of them passes.
-FLOAT32 = Precision("float32", TaskBudget(math.inf, math.inf, math.inf, math.inf), slowness=2)
+FLOAT32 = Precision("float32", TaskBudget(math.inf, math.inf, math.inf, math.inf), slowness=3)
 EIGHT_BITS = TaskBudget(0.02, 0.3, 0.02, 2.0, 0.005, 0.07, 0.005, 0.05, 0.005)
-WEIGHT_ONLY = Precision("int8-weights", EIGHT_BITS, slowness=3, weights_only=True)
+WEIGHT_ONLY = Precision("int8-weights", EIGHT_BITS, slowness=4, weights_only=True)
 FLOAT16 = Precision(
     "float16",
     TaskBudget(0.001, 0.1, 0.001, 0.1, 1e-4, 0.02, 1e-4, 0.01, 0.001),
@@ -117,14 +120,20 @@ INT8 = Precision(
     calibrated=True,
     foreign=2.0**-3,
 )
-# Fewer bits are faster, but not 4 with one row alone.
+INT8_BLOCKS = Precision(
+    "int8-blocks", EIGHT_BITS, most=2.0, slowness=2, integers=True, block_bits=8
+)
+# In blocks, 4 bits are as fast as 8 but for few rows, where they are faster.
 INT4 = Precision(
     "int4",
     TaskBudget(0.05, 1.0, 0.05, 3.0, 0.02, 0.15, 0.02, 0.1, 0.01),
     most=2.0,
     slowness=1,
     integers=True,
+    block_bits=4,
     foreign=3 * 2.0**-3,
 )
 # By name, from the finest to the coarsest.
-PRECISIONS = {each.name: each for each in (FLOAT32, WEIGHT_ONLY, FLOAT16, BFLOAT16, INT8, INT4)}
+PRECISIONS = {
+    each.name: each for each in (FLOAT32, WEIGHT_ONLY, FLOAT16, BFLOAT16, INT8_BLOCKS, INT8, INT4)
+}

@@ -47,6 +47,7 @@ class CheckpointWeights:
     ) -> None:
         """Takes the trained model, the variant's precision, and the calibration if that is int8."""
         self._calibration, self._pairs = calibration, not precision.weights_only
+        self._bits = precision.block_bits
         if calibration is not None:
             model = fold_kv_scales(model, calibration.kv_scales)
         elif precision != FLOAT32 and not precision.rounded:
@@ -91,7 +92,7 @@ class CheckpointWeights:
             return (part[:, None] if name.endswith(".column") else part), 0.0
         if kind in ("blocks", "block_scales", "divided_scales"):
             if self._blocks[0] != base:
-                packed = blocks(weight.numpy(), bits_of(base))
+                packed = blocks(weight.numpy(), bits_of(base, self._bits))
                 both = packed.packed(), packed.scales
                 self._blocks = base, [*map(torch.from_numpy, both)]
             part = self._blocks[1][kind != "blocks"]

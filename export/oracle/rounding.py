@@ -35,7 +35,7 @@ from transferry.export.rewrite.kv_scales import LARGEST, KVScales, fold_kv_scale
 from transferry.export.rewrite.weight_blocks import BLOCK, block_weights, matrices
 from transferry.export.rewrite.weight_int8 import quantised
 from transferry.export.torch_model import Floats, TorchDecoder, TorchState
-from transferry.runtime.precision import INT4, Precision
+from transferry.runtime.precision import Precision
 
 # Half of the width, in steps, of the border between two integers: a value in it may be rounded to
 # either side. The largest integer, 127 steps, with an error of 2^-20, twice what reports show.
@@ -65,8 +65,9 @@ def integer_sides(
         precision: That of the variant.
         calibration: Of an int8 variant.
     """
-    if precision == INT4:
-        return [TorchDecoder(*each) for each in _sides(model, _blocks(model), SIDES)]
+    if precision.block_bits:
+        rounded = _blocks(model, precision.block_bits)
+        return [TorchDecoder(*each) for each in _sides(model, rounded, SIDES)]
     if precision.weights_only:
         # No input is rounded, so none lies at a border.
         rounded = dict(_weights_alone(model))
@@ -96,10 +97,10 @@ def _sides(
         yield copies[dtype], Moved(shift)
 
 
-def _blocks(model: Transformer) -> dict[str, Rounded]:
-    """Returns the weights of an int4 variant, by the parameters' names."""
+def _blocks(model: Transformer, bits: int) -> dict[str, Rounded]:
+    """Returns the weights of a variant in blocks, by the parameters' names."""
     found = {}
-    for name, weight in block_weights(model):
+    for name, weight in block_weights(model, bits):
         integers, scales = map(torch.from_numpy, (weight.integers, weight.scales))
         rounding = partial(round_blocks, block=BLOCK)
         found[name] = Rounded(integers, scales[..., None], weight.inputs, rounding)

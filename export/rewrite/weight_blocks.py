@@ -48,9 +48,9 @@ class Blocks:
         return (unsigned[..., 0::2] | unsigned[..., 1::2] << 4).astype(np.uint8)
 
 
-def bits_of(name: str) -> int:
-    """Returns the bits of a weight, by torch's name."""
-    return 8 if name in WIDE else 4
+def bits_of(name: str, bits: int) -> int:
+    """Returns the bits of a weight by torch's name, given those of most."""
+    return 8 if name in WIDE else bits
 
 
 def blocks(weight: NDArray[np.float32], bits: int) -> Blocks:
@@ -79,7 +79,7 @@ def matrices(model: Transformer) -> Iterator[tuple[str, NDArray[np.float32]]]:
             yield name, parameter.detach().float().cpu().numpy()
 
 
-def block_weights(model: Transformer) -> Iterator[tuple[str, Blocks]]:
-    """Yields the weights that an int4 variant stores in blocks, by name."""
+def block_weights(model: Transformer, bits: int) -> Iterator[tuple[str, Blocks]]:
+    """Yields the weights that a variant stores in blocks, by name; for `bits` see `bits_of`."""
     for name, weight in matrices(model):
-        yield name, blocks(weight, bits_of(name))
+        yield name, blocks(weight, bits_of(name, bits))

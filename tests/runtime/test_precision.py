@@ -21,6 +21,7 @@ LIMITS = {
     "int8-weights": (8, 2.0**-6, math.inf, 2.0**-20),
     "float16": (8 * 2.0**13, 0.5, math.inf, 2.0**-7),
     "bfloat16": (8 * 2.0**16, 2.0, math.inf, 2.0**-4),
+    "int8-blocks": (8, 2.0, 2.0**-4, 2.0**-20),
     "int8": (8, 2.0, 2.0**-4, 2.0**-3),
     "int4": (8, 2.0, 2.0**-4, 3 * 2.0**-3),
 }
@@ -29,6 +30,7 @@ BUDGETS = {
     "int8-weights": (0.02, 0.3, 0.02, 2.0, 0.005, 0.07, 0.005, 0.05, 0.005),
     "float16": (0.001, 0.1, 0.001, 0.1, 1e-4, 0.02, 1e-4, 0.01, 0.001),
     "bfloat16": (0.01, 0.3, 0.01, 1.0, 0.002, 0.05, 0.002, 0.02, 0.003),
+    "int8-blocks": (0.02, 0.3, 0.02, 2.0, 0.005, 0.07, 0.005, 0.05, 0.005),
     "int8": (0.02, 0.3, 0.02, 2.0, 0.005, 0.07, 0.005, 0.05, 0.005),
     "int4": (0.05, 1.0, 0.05, 3.0, 0.02, 0.15, 0.02, 0.1, 0.01),
 }
@@ -42,9 +44,10 @@ def test_every_precision_has_its_limits() -> None:
         assert astuple(PRECISIONS[name].task) == BUDGETS[name]
 
 
-def test_fewer_bits_are_faster_but_four() -> None:
+def test_blocks_and_float32_are_slower_than_other_rounding() -> None:
     ordered = sorted(PRECISIONS.values(), key=lambda row: row.slowness)
-    assert [row.name for row in ordered[-3:]] == ["int4", "float32", "int8-weights"]
+    names = ["int4", "int8-blocks", "float32", "int8-weights"]
+    assert [row.name for row in ordered[-4:]] == names
 
 
 def test_the_manifest_knows_the_table_and_no_other_name() -> None:

@@ -1,4 +1,4 @@
-"""Linear layers with weights in 4 bits, in blocks: MatMulNBits.
+"""Linear layers with weights in blocks of 4 or 8 bits: MatMulNBits.
 
 At accuracy level 4 the kernel rounds each block of an input to 127 steps of its largest value, as
 it computes: nothing is calibrated, no row depends on its neighbours, and sums of integers are
@@ -33,19 +33,23 @@ from transferry.export.trace.graph import Graph, Traces
 ACCURACY_LEVEL = 4
 
 
-def int4(
+def in_blocks(
     model: Transformer, recipe: Recipe, traces: Traces, calibration: Calibration | None
 ) -> dict[str, Graph]:
-    """Makes a fused variant with weights in 4 bits; see `make.Maker`."""
-    return fused_graphs(model, recipe, traces, Int4Kernels())
+    """Makes a fused variant with weights in blocks; see `make.Maker`."""
+    return fused_graphs(model, recipe, traces, BlockKernels(recipe.precision.block_bits))
 
 
-class Int4Kernels:
+class BlockKernels:
     """MatMulNBits: (q_x s_x) (q_W s_W) + b, summed in int32 within a block."""
+
+    def __init__(self, bits: int) -> None:
+        """Takes the bits of a weight of most layers; see `bits_of`."""
+        self._bits = bits
 
     def emit(self, linear: Linear, x: ir.Value, graph: ir.Graph) -> Sequence[ir.Node]:
         """See `Kernels.emit`."""
-        weight, scales = block_weight(graph, linear.weight)
+        weight, scales = block_weight(graph, linear.weight, self._bits)
         bias, name = linear.bias, parameter(linear.weight)
         if linear.divisor != 1:  # a power of two, so that the quotients are exact
             divisor = np.float32(linear.divisor)
@@ -56,7 +60,7 @@ class Int4Kernels:
         attributes = {
             "N": outputs,
             "K": inputs,
-            "bits": bits_of(name),
+            "bits": bits_of(name, self._bits),
             "block_size": BLOCK,
             "accuracy_level": ACCURACY_LEVEL,
         }
@@ -86,7 +90,7 @@ class Int4Kernels:
 def _rows(tape: ir.tape.Tape, weight: ir.Value, node: ir.Node) -> ir.Value:
     graph, ids, width = node.graph, node.inputs[1], array_of(weight).shape[1]
     assert isinstance(graph, ir.Graph)
-    integers, scales = block_weight(graph, weight)
+    integers, scales = block_weight(graph, weight, 8)
     rows = cast(tape, tape.op("Gather", [integers, ids]), ir.DataType.FLOAT)
     middle = register(graph, f"{node.name}.middle", np.float32(128))
     last = constant(graph, "last", [-1])
@@ -100,11 +104,11 @@ def _rows(tape: ir.tape.Tape, weight: ir.Value, node: ir.Node) -> ir.Value:
     return product
 
 
-def block_weight(graph: ir.Graph, weight: ir.Value) -> tuple[ir.Value, ir.Value]:
+def block_weight(graph: ir.Graph, weight: ir.Value, bits: int) -> tuple[ir.Value, ir.Value]:
     """Returns a weight's integers and scales as initializers of the graph."""
     name = parameter(weight)
     if f"{name}.blocks" not in graph.initializers:
-        found = blocks(array_of(weight), bits_of(name))
+        found = blocks(array_of(weight), bits_of(name, bits))
         register(graph, f"{name}.blocks", found.packed())
         register(graph, f"{name}.block_scales", found.scales)
     return graph.initializers[f"{name}.blocks"], graph.initializers[f"{name}.block_scales"]

@@ -1,4 +1,4 @@
-"""Weights in blocks of 4 bits: the rounding, onnxruntime's layout, and whole models."""
+"""Weights in blocks of 4 or 8 bits: the rounding, onnxruntime's layout, and whole models."""
 
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,12 @@ from transferry.build_model.model.transformer import Transformer
 from transferry.export.checks.numbers import compare_cases
 from transferry.export.oracle.cases import single_tokens, sizes
 from transferry.export.oracle.oracle import Oracle
-from transferry.export.rewrite.linear_int4 import ACCURACY_LEVEL
+from transferry.export.rewrite.linear_blocks import ACCURACY_LEVEL
 from transferry.export.rewrite.weight_blocks import BLOCK, WIDE, block_weights, blocks
 from transferry.runtime.precision import Precision
 from transferry.runtime.proof.compare import Tolerance
 from transferry.runtime.tokenizer.byte_pair import SOURCES
 
-INT4 = "cpu-int4"
 # No width is a multiple of a block, and heads of 5 features make no power of two.
 ODD: dict[str, Any] = dict(d_model=20, heads=4, d_ff=52, vocabulary_size=61, max_positions=24)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -82,12 +81,22 @@ def test_bytes_are_in_onnxruntimes_order(inputs: int, bits: int) -> None:
     np.testing.assert_allclose(given, values.T, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_model_is_what_torch_rounding_alike_computes(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        *((name, "int4") for name in MODELS),
+        ("both, tied", "int8-blocks"),
+        ("a reader", "int8-blocks"),
+    ],
+)
+def test_a_model_is_what_torch_rounding_alike_computes(
+    name: str, precision: str, tmp_path: Path
+) -> None:
     torch.manual_seed(0)
     model = Transformer(config_of(*MODELS[name])).eval()
-    decoder = opened(written(tmp_path, model, INT4, graphs_of(model, INT4)))
-    oracle = Oracle.of(model, SOURCES, Tolerance.of("int4"), precision=Precision.of("int4"))
+    variant = f"cpu-{precision}"
+    decoder = opened(written(tmp_path, model, variant, graphs_of(model, variant)))
+    oracle = Oracle.of(model, SOURCES, Tolerance.of(precision), precision=Precision.of(precision))
     found = compare_cases(oracle, decoder, [single_tokens(model.config), *sizes(model.config)])
     assert not [item for item in found if item.fault]
     sharp = [item for item in found if item.budget < 1e-5]
@@ -97,15 +106,21 @@ def test_a_model_is_what_torch_rounding_alike_computes(name: str, tmp_path: Path
     trained = Oracle.of(model, SOURCES, Tolerance())
     plain = compare_cases(trained, decoder, [single_tokens(model.config)])
     assert max(item.error for item in plain) > 1e-3
+    # Nor is it a model whose layers have other bits.
+    other = Precision.of("int4" if precision == "int8-blocks" else "int8-blocks")
+    unlike = Oracle.of(model, SOURCES, Tolerance.of(other.name), precision=other)
+    assert any(item.fault for item in compare_cases(unlike, decoder, [single_tokens(model.config)]))
 
 
-def test_all_matrices_but_the_last_have_four_bits() -> None:
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_last_matrix_has_eight_bits_and_all_others_those_asked_for(bits: int) -> None:
     model = Transformer(config_of("decoder-only", {"tied": False}))
-    found = {name: weight.bits for name, weight in block_weights(model)}
+    found = {name: weight.bits for name, weight in block_weights(model, bits)}
     linear = {
         f"{name}.weight"
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear)
     }
     assert found.keys() == {*linear, "embedding.weight"}
-    assert {name for name, bits in found.items() if bits == 8} == found.keys() & set(WIDE)
+    assert {found[name] for name in found.keys() & set(WIDE)} == {8}
+    assert {found[name] for name in found.keys() - set(WIDE)} == {bits}
