@@ -21,6 +21,7 @@ from transferry.runtime.engine.result import NOT_FINITE, Results, RowError, RowR
 from transferry.runtime.engine.tasks.languages import LanguageOptions
 from transferry.runtime.engine.tasks.task import Layout, Task, columns
 from transferry.runtime.errors import UsageError
+from transferry.runtime.settings import shown
 
 if TYPE_CHECKING:
     from transferry.runtime.bundle.bundle import Bundle
@@ -174,6 +175,9 @@ class _Score:
     def prepare(self, pairs: list[Pair]) -> list[WorkItem[_ScoredRow] | ScoreResult]:
         sources = self.sources.encode([source for source, _ in pairs], self.long_rows)
         if not self.has_encoder:
+            if found := [target for _, target in pairs if target is not None]:
+                told = "the bundle scores texts without a target, found "
+                raise UsageError(f"{told}{shown(found[0])}; give (text, None)")
             return [self._text(row) for row in sources]
         texts = ["" if target is None else target for _, target in pairs]
         targets = self.targets.encode(texts, self.long_rows)

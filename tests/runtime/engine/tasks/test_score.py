@@ -104,6 +104,8 @@ def test_bad_rows_are_errors_of_their_own(translator: Engine, writer: Engine) ->
     assert kinds == [None, "empty", "empty", "too-long", "too-long"]
     kinds = [row.error and row.error.kind for row in score(writer, [("a", None), ("a b", None)])]
     assert kinds == ["too-short", None]
+    with pytest.raises(UsageError, match=r"scores texts without a target, found 'b'; give \(text,"):
+        list(score(writer, [("a b", None), ("a", "b")]))
 
 
 def test_long_rows_are_cut_short_and_say_so(translator: Engine, writer: Engine) -> None:
