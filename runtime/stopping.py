@@ -50,16 +50,21 @@ def stop(number: int, frame: FrameType | None) -> None:
     if _stopping:  # a second signal ends the process at once
         os._exit(EXIT_CODE)
     _stopping = True
-    notes = []
     try:
-        while _undo:
-            with contextlib.suppress(OSError):
-                if note := _undo.pop()():
-                    notes.append(note)
+        notes = undone()
         said = _format(f"interrupted{': ' if notes else ''}{'; '.join(notes)}")
         os.write(2, f"{said}\n".encode(errors="replace"))
     finally:
         os._exit(EXIT_CODE)
+
+
+def undone() -> list[str]:
+    """Undoes unfinished work before the process ends; returns the notes for the user."""
+    notes = []
+    for undo in reversed(_undo):
+        with contextlib.suppress(OSError):
+            notes.append(undo())
+    return [note for note in notes if note]
 
 
 @contextlib.contextmanager

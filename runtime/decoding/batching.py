@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -73,8 +73,8 @@ def windows(
 ) -> Iterator[list[Item]]:
     """Cuts a stream into lists of `size` items, reading no further than needed.
 
-    Items are texts, tuples that hold texts, or small values. A list that holds `characters`
-    characters is complete, too.
+    Items are inputs of any kind, tuples that hold them, or small values. A list that holds
+    `characters` characters is complete, too.
     """
     window: list[Item] = []
     held = 0
@@ -88,9 +88,13 @@ def windows(
         yield window
 
 
-def _characters(item: object) -> int:
-    if isinstance(item, tuple):
-        return sum(map(_characters, item))
+def _characters(item: Any) -> int:
+    # What `Asked` and `Parts` of engine/prompts.py hold.
+    item = getattr(item, "source", getattr(item, "inputs", item))
+    if isinstance(item, dict):
+        item = list(item.values())
+    if isinstance(item, list | tuple):  # a list may hold token ids
+        return len(item) * isinstance(item, list) + sum(map(_characters, item))
     return len(item) if isinstance(item, str) else 0
 
 

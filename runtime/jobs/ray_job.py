@@ -34,10 +34,12 @@ from transferry.runtime.jobs.formats.sources import Inputs, open_sources
 from transferry.runtime.jobs.job import Job
 from transferry.runtime.jobs.job_options import JobOptions, RayOptions
 from transferry.runtime.jobs.output_files import remote_output
+from transferry.runtime.stopping import undone
 from transferry.runtime.tables import counted
 
-# Defaults: nothing leaves the machine.
-ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0"}
+# Defaults: nothing leaves the machine; and Ray does not take this process for a worker, which it
+# ends without a word, once its parent and the machine's raylet are gone (raylet_ipc_client.cc).
+ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_RAYLET_PID": str(os.getpid())}
 # Ray's own lines, in the folder of the job.
 RAY_LOG = "ray.log"
 # HTTP/2 with empty settings. gRPC, which Ray speaks, answers with a frame of type 4: its settings.
@@ -201,12 +203,14 @@ def watched_start(
     """
 
     def give_up() -> None:
-        LOG.error(
-            "Ray (%s) did not start within %.0f s: see /tmp/ray/session_latest/logs, end other "
-            "programs or name a cluster with --ray-address, then run the command again",
-            *(address, hung),
-        )
-        end(3)
+        try:
+            LOG.error(
+                "Ray (%s) did not start within %.0f s: see /tmp/ray/session_latest/logs, end other "
+                "programs or name a cluster with --ray-address, then run the command again%s",
+                *(address, hung, "".join(f"; {note}" for note in undone())),
+            )
+        finally:
+            end(3)
 
     told = f"Ray ({address}) has not started for {slow:.0f} s; waiting {hung - slow:.0f} s more"
     timers = threading.Timer(slow, LOG.warning, [told]), threading.Timer(hung, give_up)

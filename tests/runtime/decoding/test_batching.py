@@ -2,6 +2,7 @@
 
 import random
 from itertools import count
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from transferry.runtime.decoding.batching import (
     widened,
     windows,
 )
+from transferry.runtime.engine.prompts import Asked, Parts
 from transferry.runtime.errors import UsageError
 
 
@@ -23,6 +25,8 @@ def test_windows_of_huge_items_are_shorter() -> None:
     items = ["aaa", "bb", "c" * 50, "d", ("ee", None), ("f", "ggg"), 7, 8, "h" * 9, "i"]
     found = list(windows(iter(items), 4, characters=5))
     assert found == [items[:2], items[2:3], items[3:6], items[6:9], items[9:]]
+    asked: list[Any] = [Asked("aaa"), Parts((Asked("bb"),)), [{"content": "ccc"}], "d"]
+    assert [len(each) for each in windows(asked, 4, characters=5)] == [2, 1, 1]
     megabytes = count()
     stream = windows(("x" * (1 << 20) for _ in megabytes), 4096)
     assert len(next(stream)) == 16

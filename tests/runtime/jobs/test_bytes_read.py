@@ -63,7 +63,8 @@ def test_each_byte_is_read_once(tmp_path: Path, form: str) -> None:
     assert share(source, tmp_path / "ray.txt", LocalRunner(change=short)) < MOST + OPENING
     parts = [tmp_path / f"{number}.txt" for number in (1, 2, 3)]
     read = sum(share(source, part, None, f"{part.stem}/3") for part in parts)
-    assert read < MOST + OPENING
+    # Row groups at the borders are read by two.
+    assert read < MOST + OPENING + (form == "parquet") * 2 * CHUNK / ROWS
     assert b"".join(part.read_bytes() for part in parts) == plain.read_bytes()
     runner = LocalRunner((number > 3 for number in range(99)), change=short)
     share(source, tmp_path / "again.txt", runner)

@@ -44,6 +44,7 @@ from transferry.runtime.jobs.merge import merge
 from transferry.runtime.jobs.plan import Plan
 from transferry.runtime.jobs.ray_job import RayCrew, require_cluster, room_for, watched_start
 from transferry.runtime.jobs.summary import Summary, summary_path
+from transferry.runtime.stopping import at_stop
 
 
 def as_table(lines: list[str]) -> Any:
@@ -121,16 +122,17 @@ def test_many_chunks_lie_in_several_folders(
     assert names(folder / "chunks") <= {"000000", "000001", "000002", "000003"}
     (folder / "chunks" / "000009").mkdir()
     assert by_workers(source, out, partition="2/2").resumed == 1
-    whole = run(source, "plain.jsonl", partition="2/2")
+    half: dict[str, Any] = {"partition": "2/2", "partition_by": "rows"}
+    whole = run(source, "plain.jsonl", **half)
     assert b"".join(path.read_bytes() for path in parts_of(out)) == whole
     assert names(out) == {"000000", "000001", "000002", "000003", "_manifest.json"}
     assert names(out / "000003") == {"000000000038.jsonl"}
     assert by_workers(source, out, partition="2/2").finished_before
     assert open_sources(out) == parts_of(out)
     with pytest.raises(RuntimeError):
-        run(source, "again.jsonl", partition="2/2", engine=Echo(fail_at=35))
+        run(source, "again.jsonl", engine=Echo(fail_at=35), **half)
     assert names(tmp_path / "again.jsonl.job") >= {"000000", "000001", "journal.jsonl"}
-    assert run(source, "again.jsonl", partition="2/2") == whole
+    assert run(source, "again.jsonl", **half) == whole
 
 
 def stopped(source: Path, out: Path, **options: Any) -> Path:
@@ -316,11 +318,15 @@ def test_a_start_that_hangs_is_told_and_ended(caplog: pytest.LogCaptureFixture) 
     ended = threading.Event()
     with watched_start("local", 60, 60):
         pass
-    with watched_start("local", 0.01, 0.05, lambda code: ended.set() if code == 3 else None):
+    with (
+        at_stop(lambda: "6 rows are saved"),
+        watched_start("local", 0.01, 0.05, lambda code: ended.set() if code == 3 else None),
+    ):
         assert ended.wait(10)
     told = [record.getMessage() for record in caplog.records]
     assert told[0] == "Ray (local) has not started for 0 s; waiting 0 s more"
     assert told[1].startswith("Ray (local) did not start within 0 s: see /tmp/ray/")
+    assert told[1].endswith("; 6 rows are saved")
     assert len(told) == 2
 
 
