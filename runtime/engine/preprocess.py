@@ -239,8 +239,10 @@ class Checked(Iterator[Any]):
         return length_hint(self._rows)
 
 
-def checked_texts(texts: Iterable[Any], also: type | tuple[()] = ()) -> Iterator[Any]:
-    """Yields texts, or pairs of texts, and errors in the place of other values, such as NaN.
+def checked_texts(
+    texts: Iterable[Any], also: type | tuple[()] = (), *, pairs: bool = False
+) -> Iterator[Any]:
+    """Yields texts, and with `pairs` pairs of texts, and errors in the place of other values.
 
     `also` is a further type that passes.
 
@@ -249,7 +251,10 @@ def checked_texts(texts: Iterable[Any], also: type | tuple[()] = ()) -> Iterator
     require_several(texts)
 
     def checked(text: Any, number: int) -> Any:
-        return text if isinstance(text, also) else _checked_text(text, number)
+        if isinstance(text, also):
+            return text
+        alone = type(text) is tuple and not pairs
+        return no_text(text, number) if alone else _checked_text(text, number)
 
     return Checked(texts, checked)
 

@@ -116,6 +116,8 @@ def _prompt(source: Any, number: int) -> Encodable | Asked:
     if isinstance(source, Prompt | InLanguages | Asked):
         return source
     if isinstance(source, Sequence) and not isinstance(source, str | bytes):
+        if not source:
+            return RowError("prompt", f"expected messages or token ids in row {number}, found none")
         kinds: dict[Any, Literal["messages", "ids"]] = {Mapping: "messages", int: "ids"}
         for type_, kind in kinds.items():
             if all(isinstance(each, type_) for each in source):

@@ -115,7 +115,7 @@ def classify(
         UsageError: The bundle has no such head, or `long_rows` is "split".
     """
     call = _Call(engine, long_rows)
-    return engine.map(checked_texts(rows), call.prepare, call.compute, engine.encoders)
+    return engine.map(checked_texts(rows, pairs=True), call.prepare, call.compute, engine.encoders)
 
 
 class _Call(PairCall):

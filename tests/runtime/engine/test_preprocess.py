@@ -10,7 +10,13 @@ import pytest
 
 from transferry.build_model.train.corpus import builtin_pairs
 from transferry.build_model.train.vocabulary import train_bpe
-from transferry.runtime.engine.preprocess import Preprocessor, check_long_rows, sentences
+from transferry.runtime.engine.preprocess import (
+    Preprocessor,
+    check_long_rows,
+    checked_texts,
+    sentences,
+)
+from transferry.runtime.engine.prompts import checked_prompts
 from transferry.runtime.engine.result import RowError
 from transferry.runtime.errors import UsageError
 from transferry.runtime.tokenizer.byte_pair import Tokenizer
@@ -203,3 +209,12 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sentencex", None)
     with pytest.raises(UsageError, match=r'needs sentencex.*pip install .*\[sentences\]"'):
         check_long_rows("split")
+
+
+def test_a_row_that_is_no_text_is_an_error() -> None:
+    """A pair passes only where a task reads pairs; a list without entries is no chat."""
+    error = RowError("no-text", "expected text in row 1, found ('a', 'b')")
+    assert [*checked_texts([("a", "b"), "c"])] == [error, "c"]
+    assert [*checked_texts([("a", "b")], pairs=True)] == [("a", "b")]
+    error = RowError("prompt", "expected messages or token ids in row 1, found none")
+    assert [*checked_prompts([[]])] == [error]
