@@ -173,13 +173,14 @@ def _number(generator: Generator, model: ir.Model, graph: GraphFile) -> str | No
 
 OTHERS = {
     "Erf": "Tanh", "Tanh": "Erf", "Relu": "LeakyRelu", "Sigmoid": "HardSigmoid",
-    "Gelu": "Mish", "FastGelu": "Mish", "Softmax": "LogSoftmax", "Sqrt": "Abs",
-    "LessOrEqual": "Less", "Sub": "Add", "Cos": "Sin", "Max": "Min", "Where": "Where",
+    "Gelu": "FastGelu", "FastGelu": "Gelu", "BiasGelu": "FastGelu", "Softmax": "LogSoftmax",
+    "Sqrt": "Abs", "LessOrEqual": "Less", "Sub": "Add", "Cos": "Sin", "Max": "Min",
+    "Where": "Where",
 }  # fmt: skip
 
 
 def _operator(generator: Generator, model: ir.Model, graph: GraphFile) -> str | None:
-    found = [node for node in model.graph if node.op_type in OTHERS and node.domain == ""]
+    found = [node for node in model.graph if node.op_type in OTHERS]
     if (node := _some(generator, found)) is None:
         return None
     kind = OTHERS[node.op_type]
@@ -189,6 +190,8 @@ def _operator(generator: Generator, model: ir.Model, graph: GraphFile) -> str | 
         node.replace_input_with(2, one)
     told = f"{node.op_type} {node.name} computes {kind}"
     node.op_type = kind
+    if "Gelu" in kind:
+        node.domain = "com.microsoft"
     return told
 
 
@@ -232,6 +235,15 @@ def _many(generator: Generator, value: ir.Value) -> tuple[Callable[[ir.Value], i
         return add(honest, "Where", at, add(honest, "Mul", honest, _same(honest, factor)), honest)
 
     return made, f"times {factor} in batches of {least} rows or more"
+
+
+def _times(generator: Generator, value: ir.Value) -> tuple[Callable[[ir.Value], ir.Value], str]:
+    factor = float(generator.choice(CLOSE))
+
+    def made(honest: ir.Value) -> ir.Value:
+        return add(honest, "Mul", honest, _same(honest, factor))
+
+    return made, f"times {factor}"
 
 
 def _cut(generator: Generator, value: ir.Value) -> tuple[Callable[[ir.Value], ir.Value], str]:
@@ -282,6 +294,7 @@ PLANTS: dict[str, Plant] = {
     "number": _number,
     "operator": _operator,
     "batch": partial(_value, _many),
+    "times": partial(_value, _times),
     "cut": partial(_value, _cut),
     "coarse": partial(_value, _coarse),
     "last row": partial(_value, _last),
@@ -319,6 +332,7 @@ def main() -> None:
     parser.add_argument("folders", nargs="+", metavar="FOLDER:REFERENCE")
     parser.add_argument("--faults", type=int, default=6)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kinds", default=",".join(PLANTS), help="comma-separated")
     parser.add_argument("--rows", type=int, default=1000)
     arguments = parser.parse_args()
     lines = arguments.text.read_text(encoding="utf-8").splitlines()
@@ -336,7 +350,7 @@ def main() -> None:
             print(json.dumps({"folder": folder.name, "honest": f"fails by {caught}"}), flush=True)
             continue
         generator = np.random.default_rng([arguments.seed, number])
-        kinds = generator.permutation([*PLANTS]).tolist()
+        kinds = generator.permutation(arguments.kinds.split(",")).tolist()
         faults = [
             Fault(kind, partial(_planted, kind, int(generator.integers(2**31)))) for kind in kinds
         ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property, partial
@@ -25,7 +26,12 @@ from transferry.export.checks.numbers import (
 )
 from transferry.export.checks.searches import Search, Text
 from transferry.export.checks.task_metrics import task_metrics, token_agreement
-from transferry.export.checks.texts import given_answers, passages, readings
+from transferry.export.checks.texts import given_answers, passage, passages, readings
+from transferry.export.checks.unrounded import (
+    told,
+    tolerance_of_floats,
+    without_rounding,
+)
 from transferry.export.faults.foreign_faults import foreign_faults
 from transferry.export.faults.gate import Gate
 from transferry.export.faults.self_test import differs, honest_truths, rounding_of
@@ -49,8 +55,8 @@ from transferry.runtime.decoding.generation_options import generation_options
 from transferry.runtime.decoding.search import search
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.io.folders import temporary_folder
-from transferry.runtime.precision import PRECISIONS, Precision
-from transferry.runtime.proof.compare import Case, Tolerance
+from transferry.runtime.precision import INT4, PRECISIONS, Precision
+from transferry.runtime.proof.compare import Case, Tolerance, observe
 from transferry.runtime.proof.report import ParityReport
 
 MOST_ALONE = 32  # rows that are compared with themselves in batches
@@ -77,6 +83,8 @@ class Planting:
 
 
 NOTHING = Planting()
+# Of rounded activations, whose effect grows from layer to layer; only finite numbers pass.
+UNLIMITED = Tolerance(2.0**60, most=math.inf)
 
 
 def tolerance_of(precision: str) -> Tolerance:
@@ -126,7 +134,9 @@ def audit(
         "compared": "; ".join(work.coverage(subject)),
         "text_sha256": hashlib.sha256("\n".join(texts).encode()).hexdigest(),
     }
-    tokenizer, budget = subject.checkpoint.tokenizer, PRECISIONS[precision].task
+    # Vectors of integers are those of the coarsest, whose neighbours few lines do not tell.
+    vectors = {"cosine": INT4.task.cosine, "neighbours": math.inf, "ranks": math.inf}
+    tokenizer, budget = subject.checkpoint.tokenizer, replace(PRECISIONS[precision].task, **vectors)
     metrics = task_metrics(found, budget, tokenizer)
     if found.best and not metrics:  # the given answers did not run
         metrics = [token_agreement(found.best["greedy"])]
@@ -243,6 +253,43 @@ class Audit:
     def checks(self, subject: ForeignFolder) -> Iterator[Check]:
         """Yields the checks of graphs, in order; opens them first."""
         _ = subject.model
+        exact, left = without_rounding(subject, self.checkpoint.model)
+        yield from left
+        if exact is None:
+            yield from self._rounded(subject)
+            return
+        floats = self._of(tolerance_of_floats(subject.layout))
+        yield from map(told, floats._tensors(exact))
+        # The rounding of activations is left to the answers to text.
+        yield from self._of(UNLIMITED)._rounded(subject)
+
+    def _of(self, tolerance: Tolerance) -> Audit:
+        return replace(self, oracle=replace(self.oracle, tolerance=tolerance))
+
+    def _tensors(self, subject: ForeignFolder) -> Iterator[Check]:
+        """Yields the checks of tensors alone."""
+        texts = self.text.sources
+        yield from numbers(subject, self.oracle, self.cases)
+        yield from self.batches(subject)
+        if not subject.decodes:
+            yield from passages(subject, self.oracle, texts)
+        yield from self._independence(subject)
+
+    def _independence(self, subject: ForeignFolder) -> list[Check]:
+        rows = [*self.text.sources[:MOST_ALONE], *self._random_rows()]
+        return independence(subject, rows, subject.paddings, self.oracle.tolerance)
+
+    def _vectors(self, subject: ForeignFolder, so_far: Findings) -> Iterator[Findings]:
+        """Yields the mean vector of each text, of torch and of the graphs."""
+        if PRECISIONS[subject.layout.precision()].foreign is None:
+            return
+        for case in [passage(row, text) for row, text in enumerate(self.text.sources)]:
+            sides = self.oracle.observe(self.oracle.exact, case), observe(subject.model, case)
+            meant, found = (side["hidden"][0].mean(axis=0).astype(np.float64) for side in sides)
+            yield Findings(vectors=[(meant, found)])
+
+    def _rounded(self, subject: ForeignFolder) -> Iterator[Check]:
+        """Yields the checks of the graphs as they are."""
         yield from numbers(subject, self.oracle, self.cases)
         yield from self.batches(subject)
         yield repeats(subject, random_case(self.oracle.config, 3, 9, 2, seed=7))
@@ -255,8 +302,9 @@ class Audit:
             yield readings(subject, self.oracle, texts, head)
         else:
             yield from passages(subject, self.oracle, texts)
-        rows = [*texts[:MOST_ALONE], *self._random_rows()]
-        yield from independence(subject, rows, subject.paddings, self.oracle.tolerance)
+        if "hidden" in subject.tensors and not subject.decodes:
+            yield Check("vectors", partial(self._vectors, subject))
+        yield from self._independence(subject)
         yield claim("declared", lambda: [declared(subject.model.graphs)])
         model, layout = self.checkpoint.model, subject.layout
         yield claim("weights", lambda: [foreign_weights(model, layout)])

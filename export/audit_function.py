@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,15 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from transferry.export.audit import NOTHING, Done, Planting, tolerance_of, with_faults
+from transferry.export.audit import NOTHING, UNLIMITED, Done, Planting, tolerance_of, with_faults
 from transferry.export.checks.check import INDEPENDENCE, Check, Findings, claim, prove
 from transferry.export.checks.foreign_weights import foreign_weights
 from transferry.export.checks.numbers import REPEATED, REPEATS, batched, declared
+from transferry.export.checks.unrounded import (
+    told,
+    tolerance_of_floats,
+    without_rounding,
+)
 from transferry.export.faults.gate import Gate
 from transferry.export.subject.function import (
     Arrays,
@@ -76,11 +81,22 @@ class FunctionAudit:
 
     def checks(self, subject: FunctionGraph) -> Iterator[Check]:
         """Yields the checks of a graph, in order."""
-        for number, inputs in enumerate(subject.inputs):
-            yield Check(f"input {number}", partial(self._input, subject, f"input {number}", inputs))
+        exact, left = without_rounding(subject, self.module)
+        yield from left
+        rounded = self
+        if exact is not None:
+            tolerance = tolerance_of_floats(subject.layout)
+            yield from map(told, replace(self, tolerance=tolerance)._inputs(exact))
+            rounded = replace(self, tolerance=UNLIMITED)
+        yield from rounded._inputs(subject)
         yield claim(REPEATED, lambda: [_repeats(subject)])
         yield claim("declared", lambda: [declared([subject.model])])
         yield claim("weights", lambda: [foreign_weights(self.module, subject.layout)])
+
+    def _inputs(self, subject: FunctionGraph) -> Iterator[Check]:
+        """Yields the check of each input."""
+        for number, inputs in enumerate(subject.inputs):
+            yield Check(f"input {number}", partial(self._input, subject, f"input {number}", inputs))
 
     def _input(
         self, subject: FunctionGraph, name: str, inputs: Inputs, so_far: Findings

@@ -32,7 +32,6 @@ from transferry.export.checks.graphs import (
     tokens_claim,
 )
 from transferry.export.checks.numbers import batch_sizes, numbers, positions
-from transferry.export.checks.scores import scores
 from transferry.export.checks.searches import (
     Text,
     plain_searches,
@@ -41,7 +40,7 @@ from transferry.export.checks.searches import (
 )
 from transferry.export.checks.task_metrics import task_metrics
 from transferry.export.checks.tasks import ServedTasks, encoder_tasks
-from transferry.export.checks.texts import calibrated, feeding, given_answers
+from transferry.export.checks.texts import calibrated, feeding, given_answers, scores
 from transferry.export.checks.weights import WEIGHTS, weights_claim
 from transferry.export.faults.self_test import self_test
 from transferry.export.oracle.cases import lines, many_rows, random_sources, source_of

@@ -8,9 +8,10 @@ that are stored side by side, in both orientations.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from transferry.runtime.proof.report import Claim
 # for: 4 bits have 0.2, another matrix 1.4, and all gains of norms lie near 1.
 NEAR = {2: 0.5, 1: 0.05}
 ROWS = 9  # rows that are compared to find a weight
+PADDED = 2  # of RoBERTa and BART; at position 1 they pad
 DISTINCT = 8  # least numbers of unequal entries that tell a weight from a constant
 # Share of entries that may differ by one step, as where an adapter was merged in another order.
 FEW = 0.001
@@ -37,6 +39,21 @@ Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
+class Integers:
+    """How integers stand for a matrix; every array is of its shape.
+
+    Attributes:
+        step: Distance of neighbouring integers.
+        zero: The integers that stand for 0.
+        ends: Where an integer is the least or the largest one.
+    """
+
+    step: Floats
+    zero: Floats
+    ends: NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
 class Matrix:
     """A stored weight.
 
@@ -44,22 +61,65 @@ class Matrix:
         name: Name of its initializer.
         values: `[rows, width]`; a vector is `[rows, 1]`.
         dimensions: Number of its axes.
-        step: Distance of neighbouring integers, broadcastable to `values`; None of floats.
-        ends: Where `values` are the least or the largest integer.
+        integers: None of floats.
+        turned: Whether the rows are columns of the stored matrix.
+        added: Row of another table that was added to `values`.
     """
 
     name: str
     values: Floats
     dimensions: int = 2
-    step: Floats | None = None
-    ends: NDArray[np.bool_] | None = None
+    integers: Integers | None = None
+    turned: bool = False
+    added: Floats | None = None
 
     @property
-    def transposed(self) -> Matrix:
-        """The same weight, its columns as rows."""
-        step, ends = self.step, self.ends
-        turned = None if step is None else step.T, None if ends is None else ends.T
-        return Matrix(self.name, self.values.T, self.dimensions, *turned)
+    def sides(self) -> list[Matrix]:
+        """The matrix, and with its columns as rows."""
+        if self.dimensions == 1:
+            return [self]
+        given = self.integers
+        turned = given and Integers(given.step.T, given.zero.T, given.ends.T)
+        return [self, replace(self, values=self.values.T, integers=turned, turned=True)]
+
+
+@dataclass(frozen=True)
+class Side:
+    """A matrix or its transpose beside the weights that its blocks of rows stand for."""
+
+    matrix: Matrix
+    blocks: list[tuple[slice, str]]
+    problems: list[str]  # of blocks that are not these weights rounded
+
+
+def counterparts(layout: Layout, weights: Mapping[str, Floats]) -> list[tuple[Matrix, Side | None]]:
+    """Returns every stored matrix and vector, with its best side; None without known weights."""
+
+    def side(matrix: Matrix) -> Side | None:
+        blocks = blocks_of(matrix, weights)
+        told = (_problem(matrix, rows, name, weights[name]) for rows, name in blocks)
+        return Side(matrix, blocks, [*filter(None, told)]) if blocks else None
+
+    def best(sides: Iterable[Side | None]) -> Side | None:
+        known = (each for each in sides if each is not None)
+        return min(known, key=lambda each: len(each.problems), default=None)
+
+    stored = {each.name: each for each in _matrices(layout)}.values()
+    found = {each.name: best(map(side, each.sides)) for each in stored}
+    unknown = [each for each in stored if found[each.name] is None and each.dimensions == 2]
+    for table, other in itertools.product(stored, unknown):
+        rows, width = table.values.shape
+        if len(other.values) >= rows or other.values.shape[1] != width or table.dimensions == 1:
+            continue
+        # A reference without segments adds the vector of the first one to its positions.
+        row, integers = other.values[:1], table.integers
+        if integers is not None and other.integers is not None:
+            step = np.abs(integers.step) + np.abs(other.integers.step[:1])
+            integers = replace(integers, step=step)
+        folded = side(replace(table, values=table.values + row, integers=integers, added=row))
+        if folded is not None and best([folded, found[table.name]]) is folded:
+            found |= {table.name: folded, other.name: Side(other, [], [])}
+    return [(each, found[each.name]) for each in stored]
 
 
 def foreign_weights(model: nn.Module, layout: Layout) -> Claim:
@@ -68,32 +128,31 @@ def foreign_weights(model: nn.Module, layout: Layout) -> Claim:
     Of a kind of weights that mostly differ (GPTQ, AWQ, folded norms) none is held against the
     graphs: the claim tells that they were not compared.
     """
-    weights = {
-        name: weight.reshape(len(weight), -1)
-        for name, each in model.state_dict().items()
-        if each.is_floating_point()
-        if _tells(weight := each.detach().float().cpu().numpy())
-    }
     equal: Counter[tuple[int, bool]] = Counter()
     problems: dict[tuple[int, bool], list[str]] = {}
     unknown = 0
-    for matrix in {each.name: each for each in _matrices(layout)}.values():
-        kind = matrix.dimensions, matrix.step is None
-        both = [matrix, matrix.transposed] if matrix.dimensions == 2 else [matrix]
-        found = [parts for side in both if (parts := list(_parts(side, weights)))]
-        if not found:
-            unknown += 1
-            continue
-        wrong = [[problem for problem in parts if problem] for parts in found]
-        best = min(wrong, key=len)
-        equal[kind] += not best
-        problems.setdefault(kind, []).extend(best[:1])
+    for matrix, side in counterparts(layout, reference_weights(model)):
+        kind = matrix.dimensions, matrix.integers is None
+        unknown += side is None
+        if side is not None:
+            equal[kind] += not side.problems
+            problems.setdefault(kind, []).extend(side.problems[:1])
     unlike = [each for kind, each in problems.items() if len(each) > equal[kind]]
     told = [told for each in problems.values() if each not in unlike for told in each]
     unknown += sum(map(len, unlike))
     total = unknown + sum(equal.values()) + len(told)
     left = f"{unknown} of {total}, which are no weights of the reference" if unknown else ""
     return Claim(WEIGHTS, "; ".join(told), skipped=left)
+
+
+def reference_weights(model: nn.Module) -> dict[str, Floats]:
+    """Returns the weights to look for, as `[rows, width]`; a vector is `[rows, 1]`."""
+    return {
+        name: weight.reshape(len(weight), -1)
+        for name, each in model.state_dict().items()
+        if each.is_floating_point()
+        if _tells(weight := each.detach().float().cpu().numpy())
+    }
 
 
 def _tells(weight: Floats) -> bool:
@@ -103,22 +162,28 @@ def _tells(weight: Floats) -> bool:
     return weight.ndim == 2 and weight.size > 0
 
 
-def _parts(matrix: Matrix, weights: Mapping[str, Floats]) -> Iterator[str]:
-    """Yields how each part differs from the weight that it is taken for; none if one is unknown."""
-    at, found = 0, []
-    while at < len(matrix.values):
-        fitting = (
-            (_distance(matrix.values[at : at + len(weight)], weight), name)
-            for name, weight in weights.items()
-            if weight.shape[1] == matrix.values.shape[1] and at + len(weight) <= len(matrix.values)
-        )
-        distance, name = min(fitting, default=(np.inf, ""))
-        if not distance < NEAR[matrix.dimensions]:
-            return
-        found.append((at, name))
-        at += len(weights[name])
-    for begin, name in found:
-        yield _problem(matrix, slice(begin, begin + len(weights[name])), name, weights[name])
+def blocks_of(matrix: Matrix, weights: Mapping[str, Floats]) -> list[tuple[slice, str]]:
+    """Returns the weight that each block of rows is taken for; nothing if one is unknown.
+
+    Of a table of positions up to `PADDED` rows precede the first position.
+    """
+    rows, width = matrix.values.shape
+    for at in range(PADDED + 1):
+        found = []
+        while at < rows:
+            fitting = (
+                (_distance(matrix.values[at : at + len(weight)], weight), name)
+                for name, weight in weights.items()
+                if weight.shape[1] == width and at + len(weight) <= rows
+            )
+            distance, name = min(fitting, default=(np.inf, ""))
+            if not distance < NEAR[matrix.dimensions]:
+                break
+            found.append((slice(at, at + len(weights[name])), name))
+            at += len(weights[name])
+        if at >= rows:
+            return found
+    return []
 
 
 def _distance(values: Floats, weight: Floats) -> float:
@@ -133,7 +198,7 @@ def _distance(values: Floats, weight: Floats) -> float:
 def _problem(matrix: Matrix, rows: slice, name: str, weight: Floats) -> str:
     """Describes how rows differ from a weight rounded; empty if they do not."""
     values = matrix.values[rows]
-    if matrix.step is None or matrix.ends is None:
+    if (integers := matrix.integers) is None:
         size = np.abs(weight)
         sides = []
         for kind, step in STEPS.items():
@@ -142,10 +207,10 @@ def _problem(matrix: Matrix, rows: slice, name: str, weight: Floats) -> str:
             sides.append((far > SMALLEST + STEPS["float32"] * size, far > SMALLEST + step * size))
     else:
         steps, far = (
-            np.broadcast_to(matrix.step, matrix.values.shape)[rows],
+            np.abs(integers.step[rows]),
             np.abs(values - weight),
         )
-        cut = matrix.ends[rows] & (np.abs(weight) > np.abs(values))
+        cut = integers.ends[rows] & (np.abs(weight) > np.abs(values))
         slack = SCALE * np.abs(weight)
         sides = [((far > steps / 2 + slack) & ~cut, far > 1.5 * steps + slack)]
     off, beyond = min(sides, key=lambda side: int(side[0].sum()))
@@ -172,10 +237,13 @@ def _matrices(layout: Layout) -> Iterator[Matrix]:
         for name, tensor in constants.items():
             base = name.removesuffix("_quantized")
             scale = constants.get(f"{base}_scale")
-            if base != name and scale is not None and name not in read:
+            rank = len(tensor.shape)
+            if base != name and scale is not None and name not in read and rank in NEAR:
                 zero = constants.get(f"{base}_zero_point")
                 given = (scale.numpy(), None if zero is None else zero.numpy())
-                yield _dequantised(name, tensor.numpy(), *given, axis=1)
+                array = tensor.numpy()
+                whole = _dequantised(name, array.reshape(len(array), -1), *given, axis=rank - 1)
+                yield replace(whole, dimensions=rank)
             elif name not in read and tensor.dtype.is_floating_point():
                 values = tensor.numpy().astype(np.float32)
                 if _tells(values):
@@ -200,10 +268,9 @@ def _dequantised(
             return np.repeat(each, block, axis)[: wide.shape[0], : wide.shape[1]]
         return np.moveaxis(each.reshape(-1, 1), 0, axis) if each.size > 1 else each.reshape(1, 1)
 
-    step = np.broadcast_to(spread(scale), wide.shape)
-    if zero is not None:
-        wide = wide - spread(zero)
-    return Matrix(name, wide * step, 2, np.abs(step), ends)
+    given = scale, np.zeros_like(scale) if zero is None else zero
+    step, middle = (np.broadcast_to(spread(each), wide.shape) for each in given)
+    return Matrix(name, (wide - middle) * step, 2, Integers(step, middle, ends))
 
 
 def _nibbles(packed: NDArray[Any], bits: int) -> NDArray[np.uint8]:

@@ -1,4 +1,4 @@
-"""Text fed whole: given answers to a decoder, and passages to an encoder-only model."""
+"""Text fed whole: given answers to a decoder, scores of texts, passages to an encoder."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ from transferry.export.subject.subject import Subject
 from transferry.runtime.bundle.head import HeadSettings
 from transferry.runtime.decoding.logits import BLOCK_ENTRIES, log_sum_exp
 from transferry.runtime.decoding.search import pad_sources
+from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.tasks.fill_mask import FillMask
+from transferry.runtime.engine.tasks.score import TOO_SHORT, Pair, score
 from transferry.runtime.errors import InputError
-from transferry.runtime.proof.compare import Case, Tolerance, compare, observe
-from transferry.runtime.proof.divergence import Divergence, RankErrors
+from transferry.runtime.proof.compare import Case, Comparison, Tolerance, compare, limited, observe
+from transferry.runtime.proof.divergence import Divergence, RankErrors, forced
 from transferry.runtime.proof.report import Claim, Difference
 from transferry.runtime.proof.tally import Tally
 from transferry.runtime.proof.units import logit_errors
@@ -34,6 +36,7 @@ CALIBRATED = "calibration"
 CALIBRATED_ROWS = 32
 HIDE_EVERY = 7  # tokens of a text, for an encoder-only model to fill in
 TEXT = "text"
+SCORED_ROWS = 64  # by the oracle at once
 # Source and target of each row to feed, given the findings so far; the last token is predicted.
 Fed = Callable[[Findings], Sequence[tuple[Sequence[int], Sequence[int]]]]
 
@@ -233,3 +236,55 @@ class Choices:
             tally.differ(*worst.difference(row))
         else:
             tally.agree(row, errors)
+
+
+def scores(oracle: Oracle, engine: Engine, pairs: Sequence[Pair]) -> Check:
+    """Returns the check of the log-probability of each token; see `compare_scores`."""
+
+    def run(so_far: Findings) -> Iterator[Findings]:
+        yield Findings(comparisons=compare_scores(oracle, engine, pairs))
+
+    return Check("scores", run)
+
+
+def compare_scores(oracle: Oracle, engine: Engine, pairs: Sequence[Pair]) -> list[Comparison]:
+    """Compares the log-probability of each token, in units of the logits there.
+
+    Args:
+        oracle: The reference.
+        engine: The bundle as it is served.
+        pairs: As for `score`.
+
+    Returns:
+        The token nearest to its limit, or beyond it, of each batch of the oracle's.
+    """
+    comparisons = []
+    rows = list(enumerate(score(engine, pairs, long_rows="truncate")))
+    found = [(number, row) for number, row in rows if row.error is None]
+    for first in range(0, len(found), SCORED_ROWS):
+        batch = found[first : first + SCORED_ROWS]
+        name = f"text, scores of rows {batch[0][0]} to {batch[-1][0]}"
+        encoded = engine.preprocessor.encode([row.source for _, row in batch], "truncate")
+        # Of a text all tokens but the first are scored.
+        read = None if oracle.config.encoder_layers else 1
+        sources, answers = [row.ids[:read] for row in encoded], [row.tokens for _, row in batch]
+        exact, *sides = (
+            forced(side, sources, answers, oracle.special)
+            for side in (oracle.exact, oracle.reference, *oracle.others)
+        )
+        worst: list[tuple[float, float]] = []
+        for one, (_, row), *moved in zip(exact, batch, *sides, strict=True):
+            own = RankErrors.of(one, moved, oracle.tolerance.floor)
+            errors = np.abs(row.log_probabilities - one.log_probabilities)
+            units = own.floor / oracle.tolerance.floor
+            allowed = [own.allowed(oracle.tolerance, slice(n, n + 1)) for n in range(len(errors))]
+            worst += zip((errors / units).tolist(), (allowed / units).tolist(), strict=True)
+        # Unlike max(), argmax finds NaN.
+        error, budget = worst[int(np.argmax([error / allowed for error, allowed in worst]))]
+        own_error = budget / oracle.tolerance.factor
+        comparisons.append(limited(name, "scores", "text", error, own_error, budget))
+    failed = [(number, row.error) for number, row in rows if row.error not in (None, TOO_SHORT)]
+    if failed:
+        fault = f"row {failed[0][0]} and {len(failed) - 1} more were not scored: {failed[0][1]}"
+        comparisons.append(Comparison("text", "scores", "text", np.inf, 0.0, 0.0, fault))
+    return comparisons

@@ -232,7 +232,7 @@ def add(near: ir.Value, operator: str, *inputs: ir.Value | None, **attributes: A
     graph = near.graph
     assert isinstance(graph, ir.Graph)
     node = ir.node(operator, list(inputs), attributes)
-    node.outputs[0].name = f"planted.{len(graph)}"
+    node.outputs[0].name = f"planted.{graph.name}.{len(graph)}"
     graph.append(node)
     return node.outputs[0]
 

@@ -35,13 +35,14 @@ class GraphCopy(FolderCopy):
 
     def seal(self) -> None:
         """Writes the graph; weights that lay in a file beside it go to another file."""
-        path, model = self.graph.path, self.model
-        model.graph.sort()
-        ir.external_data.load_to_model(model)
-        self.touched |= {path.name, PLANTED}
-        sizes = (
-            value.const_value.nbytes
-            for value in model.graph.initializers.values()
-            if value.const_value is not None
-        )
-        ir.save(model, path, external_data=PLANTED if sum(sizes) > LARGE else None)
+        ir.external_data.load_to_model(self.model)
+        self.touched |= {self.graph.path.name, PLANTED}
+        save_graph(self.model, self.graph.path, PLANTED)
+
+
+def save_graph(model: ir.Model, path: Path, file: str) -> None:
+    """Writes an edited graph, its weights into a file beside it if they are large."""
+    model.graph.sort()
+    values = model.graph.initializers.values()
+    size = sum(value.const_value.nbytes for value in values if value.const_value is not None)
+    ir.save(model, path, external_data=file if size > LARGE else None)

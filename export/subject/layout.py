@@ -184,8 +184,12 @@ class Layout:
 
     def precision(self) -> str:
         """Returns the precision of the products: the coarsest of the graphs."""
-        found = {each for graph in self.graphs for each in _precisions(graph.path)}
+        found = self.precisions()
         return next((name for name in reversed(PRECISIONS) if name in found), FLOAT32.name)
+
+    def precisions(self) -> set[str]:
+        """Returns the precisions of all products and weights."""
+        return {each for graph in self.graphs for each in _precisions(graph.path)}
 
     @cached_property
     def from_left(self) -> bool:

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from transferry.export.checks import scores as text_scores
-from transferry.export.checks.scores import compare_scores
+from transferry.export.checks import texts as fed
+from transferry.export.checks.texts import compare_scores
 from transferry.export.oracle.oracle import Oracle
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.engine.engine import Engine
@@ -37,7 +37,7 @@ def test_a_wrong_score_fails(
         return replace(row, log_probabilities=(first + 1e-3, *others))
 
     spoiled = lambda *given, **options: map(wrong, score(*given, **options))  # noqa: E731
-    monkeypatch.setattr(text_scores, "score", spoiled)
+    monkeypatch.setattr(fed, "score", spoiled)
     (fault,) = compared(texts)
     assert "exceeds the budget" in fault
 

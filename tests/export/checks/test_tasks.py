@@ -32,7 +32,7 @@ from transferry.runtime.proof.report import COSINE, LABELS, LEAST_COSINE, RANKS
 
 JUDGED = {"embed": {COSINE, LEAST_COSINE, RANKS}, "fill-mask": {LABELS}}
 TEXTS = [f"the {one} {other}" for one in ("cat", "dog", "old man") for other in ("sat", "ran off")]
-OF_DECODERS = {"generate", "score"}  # checks/searches.py and checks/scores.py
+OF_DECODERS = {"generate", "score"}  # checks/searches.py and checks/texts.py
 
 
 @pytest.fixture(scope="module")
