@@ -135,10 +135,18 @@ def _harmless(node: ir.Node, place: int, marks: Collection[int]) -> bool:
     """Whether a node that reads token ids looks up weights, sizes, or one of some marks."""
     other = node.inputs[1 - place] if node.op_type in ("Gather", "Equal") else None
     if node.op_type == "Gather":
-        return place == 1 and other is not None and other.is_initializer()
+        return place == 1 and other is not None and _of_weights(other)
     constant = ir.convenience.get_const_tensor(other) if other is not None else None
     compared = constant is not None and constant.size == 1 and constant.numpy().item() in marks
     return compared or node.op_type == "Shape"
+
+
+def _of_weights(value: ir.Value | None) -> bool:
+    """Whether a value depends on weights alone, as a table stored in integers does."""
+    if value is None or value.is_initializer():
+        return True
+    node = value.producer()
+    return node is not None and all(map(_of_weights, node.inputs))
 
 
 def _problem(graph: Graph, bundle: Bundle, spec: GraphSpec) -> str:
