@@ -89,7 +89,7 @@ def windows(
 
 
 def _characters(item: Any) -> int:
-    # What `Asked` and `Parts` of engine/prompts.py hold.
+    # The inputs in `Asked` and `Parts` of engine/prompts.py.
     item = getattr(item, "source", getattr(item, "inputs", item))
     if isinstance(item, dict):
         item = list(item.values())
