@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -93,14 +95,18 @@ def line_of(stage: str, found: Mapping[str, Any]) -> str:
     return f"{stage}: {text if len(text) < 400 else text[:400] + ' ...'}"
 
 
-def stage_apart(command: Sequence[str], path: Path, limit: float) -> dict[str, Any]:
+def stage_apart(
+    command: Sequence[str], path: Path, limit: float, popen: Any = subprocess.Popen
+) -> dict[str, Any]:
     """Runs a stage in a process of its own; returns its record, and how it ended if not well."""
     path.unlink(missing_ok=True)
-    try:
-        code = subprocess.run(command, timeout=limit, check=False).returncode
-        ended: dict[str, Any] = {"exit": code} if code else {}
-    except subprocess.TimeoutExpired:
-        ended = {"stopped": f"after {limit:.0f} s"}
+    with popen(command, start_new_session=True) as stage:
+        try:
+            code = stage.wait(limit)
+            ended: dict[str, Any] = {"exit": code} if code else {}
+        except subprocess.TimeoutExpired:
+            os.killpg(stage.pid, signal.SIGKILL)  # with the commands that it runs
+            ended = {"stopped": f"after {limit:.0f} s"}
     return ended | (json.loads(path.read_text(encoding="utf-8")) if path.exists() else {})
 
 

@@ -1,8 +1,11 @@
 """The stages of benchmarks/gpu.py, on the CPU and on small models."""
 
 import json
-import sys
+import os
+import select
+import subprocess
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,12 +69,17 @@ def test_a_row_beside_others_and_a_record_of_the_file(setup: Setup, tmp_path: Pa
 
 
 def test_a_stopped_stage_keeps_its_record(tmp_path: Path) -> None:
+    """The command that it runs ends with it: it holds the other end of a pipe."""
     path = tmp_path / "record.json"
-    script = "import sys, time; open(sys.argv[1], 'w').write('{\"first\": 1}'); time.sleep(60)"
-    assert stage_apart([sys.executable, "-S", "-c", script, str(path)], path, 3) == {
-        "stopped": "after 3 s",
-        "first": 1,
-    }
+    script = f"echo '{{\"first\": 1}}' > {path}; sleep 60"
+    read, write = os.pipe()
+    os.set_inheritable(write, True)
+    command = ["sh", "-c", f"sh -c 'sleep 60; :' & {script}"]
+    inherited = partial(subprocess.Popen, pass_fds=[write])
+    assert stage_apart(command, path, 1, inherited) == {"stopped": "after 1 s", "first": 1}
+    os.close(write)
+    assert select.select([read], [], [], 10)[0], "it still runs"
+    os.close(read)
 
 
 def test_a_trace_is_summed_up() -> None:
