@@ -51,6 +51,17 @@ def text_errors() -> Iterator[None]:
         raise TextError(f"the tokenizer cannot encode the text: {reason}") from error
 
 
+@contextmanager
+def panics_as_errors() -> Iterator[None]:
+    """Turns a panic of a Rust library, which is no Exception, into a ValueError."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != PANIC:
+            raise
+        raise ValueError(f"the library fails on it: {error}") from error
+
+
 class Place(NamedTuple):
     """Place of a token in a text.
 

@@ -7,8 +7,7 @@ imported when a tokenizer is opened.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from typing import Any, ClassVar, Self
@@ -19,10 +18,10 @@ from transferry.runtime.errors import InputError, Option, UsageError, install_co
 from transferry.runtime.io.documents import decode
 from transferry.runtime.tokenizer.chat import PRIVATE_USE, Pieces
 from transferry.runtime.tokenizer.special_tokens import (
-    PANIC,
     AnyTokenizer,
     Place,
     SpecialTokens,
+    panics_as_errors,
     text_errors,
 )
 
@@ -267,8 +266,18 @@ class HuggingFaceTokenizer(ThirdPartyTokenizer):
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of token ids; ids without text are skipped."""
-        text: str = self._tokenizer.decode(self._text_ids(ids), skip_special_tokens=True)
+        known = [token for token in self._text_ids(ids) if token not in self._skipped]
+        # A decoder that cuts the ends of a text panics over an empty one.
+        if not any(map(self._tokenizer.id_to_token, known)):
+            return ""
+        text: str = self._tokenizer.decode(known)
         return text
+
+    @cached_property
+    def _skipped(self) -> set[int]:
+        """Ids that the library leaves out of texts as special."""
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        return {token for token, content in added if content.special}
 
 
 class SentencePieceTokenizer(ThirdPartyTokenizer):
@@ -461,17 +470,6 @@ def largest_id(content: bytes) -> int:
     if not bytes(table).startswith(b"{"):
         return 0  # a list, in the order of the ids
     return max(msgspec.json.decode(table, type=dict[str, int]).values(), default=0)
-
-
-@contextmanager
-def panics_as_errors() -> Iterator[None]:
-    """Turns a panic of a Rust library, which is no Exception, into a ValueError."""
-    try:
-        yield
-    except BaseException as error:
-        if type(error).__name__ != PANIC:
-            raise
-        raise ValueError(f"the library fails on it: {error}") from error
 
 
 def _sentencepiece(content: bytes) -> Any:

@@ -106,6 +106,15 @@ def test_an_enormous_id_is_refused_before_the_library_reads_it() -> None:
         HuggingFaceTokenizer(files, SPECIAL, 9)
 
 
+@pytest.mark.parametrize("ids", [[], [2], [999], [2, 999]])
+def test_a_decoder_that_cuts_ends_leaves_an_empty_text_empty(ids: list[int]) -> None:
+    record = json.loads(word_pieces())
+    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 1}
+    record["decoder"] = {"type": "Sequence", "decoders": [{"type": "Fuse"}, strip]}
+    files = {"huggingface.json": json.dumps(record).encode()}
+    assert HuggingFaceTokenizer(files, SPECIAL, 9).decode(ids) == ""
+
+
 def test_each_side_has_an_end_token_of_its_own() -> None:
     # 9 ends a source, and is a token like any other in a target.
     tokenizer = tables(special=SpecialTokens(0, 1, 2, after=(9,)))

@@ -24,7 +24,8 @@ from transferry.build_model.importing.huggingface.folder import REMEDY, Pretrain
 from transferry.runtime.errors import InputError, TransferryError, UsageError, install_command
 from transferry.runtime.io.documents import read_document
 from transferry.runtime.io.whole import MOST_BYTES, read_bytes
-from transferry.runtime.tokenizer.third_party import CLEANED, largest_id, panics_as_errors
+from transferry.runtime.tokenizer.special_tokens import panics_as_errors
+from transferry.runtime.tokenizer.third_party import CLEANED, largest_id
 
 TOKENIZER = "tokenizer.json"
 COPY = "copy it from the model that this one was trained from, or download it again"

@@ -29,14 +29,13 @@ from transferry.runtime.io.documents import read_document
 from transferry.runtime.io.whole import MOST_BYTES, read_bytes
 from transferry.runtime.tokenizer.byte_pair import AnyTokenizer, Tokenizer
 from transferry.runtime.tokenizer.patterns import GPT2_PATTERN
-from transferry.runtime.tokenizer.special_tokens import SpecialTokens
+from transferry.runtime.tokenizer.special_tokens import SpecialTokens, panics_as_errors
 from transferry.runtime.tokenizer.third_party import (
     HuggingFaceTokenizer,
     SentencePiecePair,
     SentencePieceTables,
     SentencePieceTokenizer,
     ThirdPartyTokenizer,
-    panics_as_errors,
 )
 
 PIECES = "tokenizer.model"
