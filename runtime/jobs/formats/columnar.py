@@ -110,7 +110,7 @@ class ParquetReader(ColumnarReader):
         with opened_parquet(self._steady) as file:
             if isinstance(path, Path):
                 require_small_pages(path, file.metadata)
-            schema = file.schema_arrow
+            schema, self._footer = file.schema_arrow, file.metadata
             metadata = {**(file.metadata.metadata or {}), **(schema.metadata or {})}
             kept = {name: metadata[name] for name in metadata if name not in _OF_LAYOUT}
             schema = schema.with_metadata(kept or None)
@@ -140,7 +140,7 @@ class ParquetReader(ColumnarReader):
             if start + rows > first:
                 break
             start, skipped = start + rows, skipped + 1
-        with opened_parquet(self._steady) as file:
+        with opened_parquet(self._steady, self._footer) as file:
             for group in range(skipped, len(self.groups)):
                 # One at a time, so that batches, and dictionaries, do not depend on the first row.
                 batches = file.iter_batches(self._batch, row_groups=[group], use_threads=False)
@@ -259,11 +259,14 @@ def _is_text(kind: Any) -> bool:
 
 
 @contextmanager
-def opened_parquet(path: Path | Steady) -> Iterator[Any]:
-    """Opens a file, buffered by the megabyte. Every OSError inside counts as one of reading."""
+def opened_parquet(path: Path | Steady, footer: Any = None) -> Iterator[Any]:
+    """Opens a file, buffered by the megabyte. Every OSError inside counts as one of reading.
+
+    The footer, if it was read before, may be as large as many row groups.
+    """
     pyarrow = import_pyarrow("Parquet")
     with _told(path, "Parquet", pyarrow), _local(path) as source:
-        settings = {"buffer_size": 1 << 20, "pre_buffer": False}
+        settings = {"buffer_size": 1 << 20, "pre_buffer": False, "metadata": footer}
         with pyarrow.parquet.ParquetFile(source, **settings) as file:
             yield file
 

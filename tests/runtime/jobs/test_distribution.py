@@ -188,7 +188,7 @@ def test_a_worker_reads_on_to_the_end_of_a_row_group() -> None:
     """As long as no other waits for it."""
     plan = Plan(0, 10, 4, rows=16_000, boundary=lambda row: -(-row // 300) * 300)
     begun = [plan.next(worker) for worker in range(4)]
-    assert begun == [0, 1200, 2400, 3300]
+    assert begun == [0, 2100, 3900, 5700]
     assert [plan.next(0) for _ in range(3)] == [10, 20, 30]
 
 
