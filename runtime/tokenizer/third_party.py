@@ -266,18 +266,17 @@ class HuggingFaceTokenizer(ThirdPartyTokenizer):
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of token ids; ids without text are skipped."""
-        known = [token for token in self._text_ids(ids) if token not in self._skipped]
-        # A decoder that cuts the ends of a text panics over an empty one.
-        if not any(map(self._tokenizer.id_to_token, known)):
+        known = self._text_ids(ids)
+        try:
+            with panics_as_errors():
+                return str(self._tokenizer.decode(known, skip_special_tokens=True))
+        except ValueError as error:
+            # A decoder that cuts the ends of a text panics over an empty one.
+            added = self._tokenizer.get_added_tokens_decoder()
+            special = {token for token, content in added.items() if content.special}
+            if any(map(self._tokenizer.id_to_token, set(known) - special)):
+                raise InputError(f"the tokenizer cannot make a text of {known}: {error}") from error
             return ""
-        text: str = self._tokenizer.decode(known)
-        return text
-
-    @cached_property
-    def _skipped(self) -> set[int]:
-        """Ids that the library leaves out of texts as special."""
-        added = self._tokenizer.get_added_tokens_decoder().items()
-        return {token for token, content in added if content.special}
 
 
 class SentencePieceTokenizer(ThirdPartyTokenizer):

@@ -112,7 +112,9 @@ def test_a_decoder_that_cuts_ends_leaves_an_empty_text_empty(ids: list[int]) -> 
     strip = {"type": "Strip", "content": " ", "start": 1, "stop": 1}
     record["decoder"] = {"type": "Sequence", "decoders": [{"type": "Fuse"}, strip]}
     files = {"huggingface.json": json.dumps(record).encode()}
-    assert HuggingFaceTokenizer(files, SPECIAL, 9).decode(ids) == ""
+    tokenizer = HuggingFaceTokenizer(files, SPECIAL, 9)
+    assert tokenizer.decode(ids) == ""
+    assert tokenizer.decode([*ids, *tokenizer.encode("a")]) == "a"
 
 
 def test_each_side_has_an_end_token_of_its_own() -> None:
