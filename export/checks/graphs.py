@@ -113,7 +113,8 @@ def tokens_claim(config: ModelConfig, bundle: Bundle, variant: Variant) -> Claim
     tokens of the configuration that mark segments and padding are excepted, and so is the search in
     the graph `generate`.
     """
-    marks = {config.padding_token, *([config.segment_end] if config.segments else ())}
+    marks = {config.padding_token, config.unseen_token}
+    marks |= {config.segment_end} if config.segments else set()
     for name, spec in variant.graphs.items():
         if name == ONE_GRAPH:
             continue

@@ -257,5 +257,5 @@ def test_a_wrong_claim_fails_the_verification(checkpoint: Checkpoint, bundle: Bu
     assert report.tolerance == Tolerance()
     named = [line.partition(":")[0] for line in report.faults]
     assert named == ["generation defaults", "variant portable"]
-    assert "5 of 8 claims match the checkpoint, 1 not compared" in report_text(report)
-    assert len(report.to_dict()["claims"]) == 8
+    assert "6 of 9 claims match the checkpoint, 1 not compared" in report_text(report)
+    assert len(report.to_dict()["claims"]) == 9
