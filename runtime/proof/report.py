@@ -396,12 +396,12 @@ class ParityReport:
         if cause := next((item.verdict for item in self.claims if item.verdict), ""):
             return f"{cause}; all else passed" if len(self.faults) == 1 else cause
         if len(self.faults) == lost:
-            variant = self.settings.get("variant", "its precision")
+            made, remedy = self.settings.get("variant"), "round less (smaller blocks, more bits)"
+            if made:
+                remedy = "choose another variant, export --calibrate with text like yours"
             losses = ", ".join(item.measure for item in self.task_metrics if not item.passed)
-            return (
-                f"computes {variant} as intended, but rounding costs too much ({losses}): choose "
-                "another variant, export --calibrate with text like yours, or train longer"
-            )
+            cause = f"as intended, but rounding costs too much ({losses})"
+            return f"computes {made or 'its precision'} {cause}: {remedy}, or train longer"
         return "does not answer as torch does; do not deploy it"
 
     @property
