@@ -25,6 +25,7 @@ from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.tasks.fill_mask import FillMask
 from transferry.runtime.engine.tasks.score import TOO_SHORT, Pair, score
 from transferry.runtime.errors import InputError
+from transferry.runtime.precision import Precision
 from transferry.runtime.proof.compare import Case, Comparison, Tolerance, compare, limited, observe
 from transferry.runtime.proof.divergence import Divergence, RankErrors, forced
 from transferry.runtime.proof.report import Claim, Difference
@@ -279,6 +280,10 @@ def compare_scores(oracle: Oracle, engine: Engine, pairs: Sequence[Pair]) -> lis
             units = own.floor / oracle.tolerance.floor
             allowed = [own.allowed(oracle.tolerance, slice(n, n + 1)) for n in range(len(errors))]
             worst += zip((errors / units).tolist(), (allowed / units).tolist(), strict=True)
+        if Precision.of(engine.model.variant.precision).block_bits:
+            # An input at the border of two integers moves any token, not those of the oracles.
+            most = max(allowed for _, allowed in worst)
+            worst = [(error, most) for error, _ in worst]
         # Unlike max(), argmax finds NaN.
         error, budget = worst[int(np.argmax([error / allowed for error, allowed in worst]))]
         own_error = budget / oracle.tolerance.factor
