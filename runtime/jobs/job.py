@@ -397,6 +397,8 @@ class Job:
         with closing(cast("Generator[RowResult, None, None]", found)):
             for result in found:
                 yield kept.popleft(), result
+        if kept:
+            raise ValueError(f"{len(kept)} rows have no result")
 
     def write(
         self,

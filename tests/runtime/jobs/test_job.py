@@ -385,3 +385,15 @@ def test_an_engine_is_watched_by_its_job_alone(source: Path) -> None:
     assert len(during) > 1
     assert not {None, open_bundle._nothing} & {*during[1:]}
     assert engine._waiting is open_bundle._nothing
+
+
+def test_an_engine_that_loses_a_result_ends_the_job(tmp_path: Path) -> None:
+    class Losing(Echo):
+        def generate(self, *given: Any, **named: Any) -> Any:
+            results = list(super().generate(*given, **named))
+            return (result for result in results[:-1])
+
+    source = tmp_path / "in.txt"
+    source.write_text("a\nb\nc\n")
+    with pytest.raises(ValueError, match="1 rows have no result"):
+        Job(Losing(), source, tmp_path / "out.txt", JobOptions()).run()
