@@ -110,8 +110,8 @@ def tokens_claim(config: ModelConfig, bundle: Bundle, variant: Variant) -> Claim
     """Requires that token ids choose rows of weights, and nothing else.
 
     A graph that compares them answers otherwise where some tokens meet, which no text may show. The
-    tokens of the configuration that mark segments and padding are excepted, and so is the search in
-    the graph `generate`.
+    tokens of the configuration that end segments, pad, or are unseen by all others are excepted,
+    and so is the search in the graph `generate`.
     """
     marks = {config.padding_token, config.unseen_token}
     marks |= {config.segment_end} if config.segments else set()

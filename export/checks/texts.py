@@ -282,7 +282,7 @@ def compare_scores(oracle: Oracle, engine: Engine, pairs: Sequence[Pair]) -> lis
             worst += zip((errors / units).tolist(), (allowed / units).tolist(), strict=True)
         if Precision.of(engine.model.variant.precision).block_bits:
             # An input at the border of two integers moves any token, not those of the oracles.
-            most = max(allowed for _, allowed in worst)
+            most = float(np.max([allowed for _, allowed in worst]))  # keeps NaN, unlike max()
             worst = [(error, most) for error, _ in worst]
         # Unlike max(), argmax finds NaN.
         error, budget = worst[int(np.argmax([error / allowed for error, allowed in worst]))]
