@@ -58,10 +58,6 @@ def _shared_fields(
 
 def _marian_shape(config: Settings, names: set[str]) -> ModelConfig:
     """MarianMT (Junczys-Dowmunt et al. 2018): the paper's Transformer with another activation."""
-    # Marian supports these, transformers' MarianMTModel does not.
-    for name in ("normalize_before", "normalize_embedding", "add_final_layer_norm"):
-        config.only(name, False)
-    config.only("static_position_embeddings", True)
     fields = _shared_fields(config, names)
     source = fields["vocabulary_size"]
     target = config.whole("decoder_vocab_size", source)
@@ -126,9 +122,6 @@ MARIAN: Table = {
 
 def _pegasus_shape(config: Settings, names: set[str]) -> ModelConfig:
     """PEGASUS (Zhang et al. 2020): pre-norm, with Marian's table of positions."""
-    for name in ("normalize_before", "add_final_layer_norm", "static_position_embeddings"):
-        config.only(name, True)
-    config.only("normalize_embedding", False)
     return ModelConfig(**_shared_fields(config, names), norm_order="pre", output_bias=True)
 
 
@@ -141,11 +134,6 @@ PEGASUS: Table = {
 
 def _bart_shape(config: Settings, names: set[str], *, pre: bool = False) -> ModelConfig:
     """BART (Lewis et al. 2020); mBART (Liu et al. 2020) has norms before the sublayers."""
-    # Older files say what BartModel and MBartModel do anyway.
-    for name in ("normalize_before", "add_final_layer_norm"):
-        config.only(name, pre)
-    config.only("normalize_embedding", True)
-    config.only("static_position_embeddings", False)
     return ModelConfig(
         **_shared_fields(config, names),
         norm_order="pre" if pre else "post",
@@ -175,8 +163,6 @@ MBART: Table = {
 
 def _m2m_shape(config: Settings, names: set[str]) -> ModelConfig:
     """M2M-100 (Fan et al. 2021) and NLLB (NLLB Team 2022): pre-norm, with a table of positions."""
-    # Positions begin after that of padding, which is 1 in fairseq's vocabularies.
-    config.only("pad_token_id", 1)
     fields = _shared_fields(config, names, activation="relu", scaled=True)
     return ModelConfig(**fields, norm_order="pre", padding_token=1)
 
@@ -303,6 +289,16 @@ def _no_bias(config: ModelConfig) -> dict[str, Tensor]:
     return {"output_bias": torch.zeros(config.vocabulary_size)}
 
 
+def _older(before: bool, final: bool, embedding: bool, static: bool) -> dict[str, tuple[bool]]:
+    """Settings of older files: Marian supports other values, transformers' classes have these."""
+    return {
+        "normalize_before": (before,),
+        "add_final_layer_norm": (final,),
+        "normalize_embedding": (embedding,),
+        "static_position_embeddings": (static,),
+    }
+
+
 def _marian_computes(config: ModelConfig) -> dict[str, Tensor]:
     return marian_positions(config) | _no_bias(config)
 
@@ -316,27 +312,35 @@ CLASSIFIER = classifier(
 _BART_IDS = {"pad_token_id": 1, "eos_token_id": 2}
 _M2M_IDS = {"pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
 _T5_IDS = {"pad_token_id": 0, "eos_token_id": 1}
+
 FAMILIES = {
     "marian": Family(
         *("opus-mt", _marian_shape, MARIAN, ("model.",), _marian_computes),
-        tokens={"eos_token_id": 0},
+        defaults={"eos_token_id": 0},
+        only=_older(False, False, False, True),
     ),
     "pegasus": Family(
         *("PEGASUS", _pegasus_shape, PEGASUS, ("model.",), _marian_computes),
         reads_lines=True,
-        tokens={**_T5_IDS, "decoder_start_token_id": 0},
+        defaults={**_T5_IDS, "decoder_start_token_id": 0},
+        only=_older(True, True, False, True),
     ),
     "bart": Family(
         *("BART", _bart_shape, BART, ("model.",), _no_bias, CLASSIFIER),
         reads_lines=True,
-        tokens={**_BART_IDS, "decoder_start_token_id": 2},
+        defaults={**_BART_IDS, "decoder_start_token_id": 2},
+        only=_older(False, False, True, False),
     ),
     "mbart": Family(
         *("mBART, mBART-50", _mbart_shape, MBART, ("model.",), _no_bias, CLASSIFIER),
-        tokens=_BART_IDS,
+        defaults=_BART_IDS,
+        only=_older(True, True, True, False),
     ),
     "m2m_100": Family(
-        *("M2M-100, NLLB-200", _m2m_shape, M2M, ("model.",), m2m_positions), tokens=_M2M_IDS
+        *("M2M-100, NLLB-200", _m2m_shape, M2M, ("model.",), m2m_positions),
+        defaults=_M2M_IDS,
+        # Positions begin after that of padding, which is 1 in fairseq's vocabularies.
+        only={"pad_token_id": (1,)},
     ),
     **{
         kind: Family(
@@ -344,7 +348,7 @@ FAMILIES = {
             classifier=CLASSIFIER,
             stems=stems,
             reads_lines=True,
-            tokens={**_T5_IDS, **begin},
+            defaults={**_T5_IDS, **begin},
         )
         for kind, models, table, stems, begin in (
             ("t5", "T5, T5 1.1, Flan-T5, ByT5", T5, "T5", {}),

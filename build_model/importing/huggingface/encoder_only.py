@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,16 +11,17 @@ from typing import Any
 from transferry.build_model.importing.huggingface.encoders.deberta import (
     MASKED,
     deberta_biases,
-    deberta_shape,
+    deberta_fields,
     deberta_table,
-    deberta_v2_shape,
     deberta_v2_table,
 )
 from transferry.build_model.importing.huggingface.encoders.rotary import (
     EUROBERT,
     EUROBERT_POOLINGS,
+    GTE_ONLY,
     MODERN_POOLINGS,
     MODERNBERT,
+    NOMIC_ONLY,
     POST_NORM,
     eurobert_shape,
     gte_computes,
@@ -40,20 +41,17 @@ from transferry.build_model.importing.huggingface.tables import (
     every_layer,
     first_row_into,
     masked_fields,
+    modules,
     renamed,
     sizes,
 )
 from transferry.build_model.model.config import ModelConfig
 
-Fields = Callable[[Settings, dict[str, Any]], dict[str, Any]]
 BERT_HEAD = "cls.predictions.bias"
 
 
 def _bert_fields(config: Settings, *, head: bool) -> dict[str, Any]:
     """Fields of the types that use BERT's names of settings."""
-    config.only("position_embedding_type", "absolute")
-    config.only("is_decoder", False)
-    config.only("add_cross_attention", False)
     return masked_fields(config, head=head) | dict(
         sizes(config),
         encoder_layers=config.whole("num_hidden_layers"),
@@ -129,24 +127,15 @@ MEGATRON = _pre_norm(BERT, "attention.ln", "ln", "encoder.ln")
 # --- RoBERTa, XLM-R, DistilBERT, ELECTRA and MPNet -----------------------------------------------
 
 
-def _roberta_fields(config: Settings, names: set[str]) -> dict[str, Any]:
-    """Positions begin after that of padding, and the head is GELU whatever the rest has."""
+def _roberta_shape(config: Settings, names: set[str], **own: Any) -> ModelConfig:
+    """RoBERTa (Liu et al. 2019), XLM-R (Conneau et al. 2020) and those with fields of their own.
+
+    Positions begin after that of padding, and the head is GELU whatever the rest has.
+    """
     fields = _bert_fields(config, head="lm_head.dense.weight" in names)
     padding = config.whole("pad_token_id", 1)
-    longest = max(0, fields["max_positions"] - padding - 1)
-    own = {"max_positions": longest, "padding_token": padding, "output_activation": "gelu"}
-    return fields | own
-
-
-def _roberta_shape(config: Settings, names: set[str], **own: Any) -> ModelConfig:
-    """RoBERTa (Liu et al. 2019), XLM-R (Conneau et al. 2020) and those with fields of their own."""
-    return ModelConfig(**_roberta_fields(config, names) | own)
-
-
-def _xlm_roberta_xl_shape(config: Settings, names: set[str]) -> ModelConfig:
-    """XLM-RoBERTa-XL (Goyal et al. 2021)."""
-    config.values.setdefault("layer_norm_eps", 1e-5)
-    return _roberta_shape(config, names, **PRE_NORM)
+    fields["max_positions"] = max(0, fields["max_positions"] - padding - 1)
+    return ModelConfig(**fields | own, padding_token=padding, output_activation="gelu")
 
 
 ROBERTA: Table = {
@@ -168,21 +157,16 @@ XLM_ROBERTA_XL = _pre_norm(
 )
 
 
-def _mpnet_shape(config: Settings, names: set[str]) -> ModelConfig:
-    """MPNet (Song et al. 2020): with a bias of distances."""
-    config.only("pad_token_id", 1)  # for which its code has a constant
-    # transformers computes with 32, whatever the table has.
-    config.only("relative_attention_num_buckets", 32)
-    fields = _roberta_fields(config, names)
-    return ModelConfig(**fields, relative_buckets=32, relative_distance=128)
+# MPNet (Song et al. 2020): with a bias of distances.
+_mpnet_shape = partial(_roberta_shape, relative_buckets=32, relative_distance=128)
 
 
 MPNET: Table = {
     **{name: place for name, place in ROBERTA.items() if "token_type" not in name},
-    **{
-        f"encoder.layer.#.attention.attn.{theirs}.*": f"encoder.#.self_attention.{ours}.*"
-        for theirs, ours in {"q": "query", "k": "key", "v": "value", "o": "output"}.items()
-    },
+    **modules(
+        *("encoder.layer.#.attention.attn", "encoder.#.self_attention"),
+        {"q": "query", "k": "key", "v": "value", "o": "output"},
+    ),
     "encoder.layer.#.attention.LayerNorm.*": "encoder.#.self_residual.norm.*",
     "encoder.relative_attention_bias.weight": "encoder_distance.weight",
 }
@@ -208,9 +192,9 @@ DISTILBERT: Table = {
     "embeddings.word_embeddings.weight": "embedding.weight",
     "embeddings.position_embeddings.weight": "positions",
     "embeddings.LayerNorm.*": "embedding_norm.*",
-    **{
-        f"transformer.layer.#.{theirs}.*": f"encoder.#.{ours}.*"
-        for theirs, ours in {
+    **modules(
+        *("transformer.layer.#", "encoder.#"),
+        {
             "attention.q_lin": "self_attention.query",
             "attention.k_lin": "self_attention.key",
             "attention.v_lin": "self_attention.value",
@@ -219,8 +203,8 @@ DISTILBERT: Table = {
             "ffn.lin1": "feed_forward.inner",
             "ffn.lin2": "feed_forward.outer",
             "output_layer_norm": "feed_forward_residual.norm",
-        }.items()
-    },
+        },
+    ),
     "vocab_transform.*": "output_transform.linear.*",
     "vocab_layer_norm.*": "output_transform.norm.*",
     "vocab_projector.weight": "output.weight",
@@ -249,11 +233,17 @@ ELECTRA: Table = {
 }
 
 
-def _deberta_shape(config: Settings, names: set[str], shape: Fields) -> ModelConfig:
-    """DeBERTa, -v2 and -v3 (He et al. 2021)."""
+def _deberta_v2_shape(config: Settings, names: set[str]) -> ModelConfig:
+    """DeBERTa-v2 and -v3 (He et al. 2021)."""
     head = any(name.endswith((BERT_HEAD, MASKED)) for name in names)
-    config.values.setdefault("type_vocab_size", 0)
-    return ModelConfig(**shape(config, _bert_fields(config, head=head)))
+    return ModelConfig(**deberta_fields(config, _bert_fields(config, head=head)))
+
+
+def _deberta_shape(config: Settings, names: set[str]) -> ModelConfig:
+    """The first DeBERTa, which has no buckets, convolution or shared keys."""
+    for name in ("position_buckets", "share_att_key", "norm_rel_ebd", "conv_kernel_size"):
+        config.values.pop(name, None)  # transformers does not read them in this type
+    return _deberta_v2_shape(config, names)
 
 
 DEBERTA_V2 = deberta_v2_table(BERT)
@@ -261,9 +251,6 @@ DEBERTA_V2 = deberta_v2_table(BERT)
 
 def _albert_shape(config: Settings, names: set[str]) -> ModelConfig:
     """ALBERT (Lan et al. 2020): a narrow embedding, and layers that share their weights."""
-    for name in ("num_hidden_groups", "inner_group_num"):
-        config.only(name, 1)
-    config.values.setdefault("hidden_act", "gelu_new")
     fields = _bert_fields(config, head="predictions.bias" in names)
     return ModelConfig(
         **fields, embedding_width=config.whole("embedding_size", 128), project_sum=True
@@ -274,19 +261,20 @@ ALBERT: Table = {
     **{name: place for name, place in BERT.items() if name.startswith("embeddings.")},
     "encoder.embedding_hidden_mapping_in.*": "embedding_projection.*",
     **{
-        f"encoder.albert_layer_groups.#.albert_layers.0.{theirs}.*": every_layer(
-            f"encoder.@.{ours}.*"
-        )
-        for theirs, ours in {
-            "attention.query": "self_attention.query",
-            "attention.key": "self_attention.key",
-            "attention.value": "self_attention.value",
-            "attention.dense": "self_attention.output",
-            "attention.LayerNorm": "self_residual.norm",
-            "ffn": "feed_forward.inner",
-            "ffn_output": "feed_forward.outer",
-            "full_layer_layer_norm": "feed_forward_residual.norm",
-        }.items()
+        name: every_layer(ours)
+        for name, ours in modules(
+            *("encoder.albert_layer_groups.#.albert_layers.0", "encoder.@"),
+            {
+                "attention.query": "self_attention.query",
+                "attention.key": "self_attention.key",
+                "attention.value": "self_attention.value",
+                "attention.dense": "self_attention.output",
+                "attention.LayerNorm": "self_residual.norm",
+                "ffn": "feed_forward.inner",
+                "ffn_output": "feed_forward.outer",
+                "full_layer_layer_norm": "feed_forward_residual.norm",
+            },
+        ).items()
     },
     "predictions.dense.*": "output_transform.linear.*",
     "predictions.LayerNorm.*": "output_transform.norm.*",
@@ -300,107 +288,85 @@ ALBERT: Table = {
 
 # --- All types -----------------------------------------------------------------------------------
 
+POOLED = classifier("pooler.dense")
 PROJECTED = classifier("classifier.dense", "classifier.out_proj")
-DEBERTA_HEAD = classifier("pooler.dense", activation="gelu", setting="pooler_hidden_act")
-TYPES = "embeddings.token_type_embeddings.weight"
+HEADS = {
+    **dict.fromkeys(
+        ("deberta-v2", "deberta"),
+        classifier("pooler.dense", activation="gelu", setting="pooler_hidden_act"),
+    ),
+    "albert": classifier("pooler"),
+    "distilbert": classifier("pre_classifier", activation="relu", width="dim"),
+    "electra": classifier("classifier.dense", "classifier.out_proj", "gelu"),
+    "modernbert": classifier("head.dense", modern=True, poolings=MODERN_POOLINGS),
+    "eurobert": classifier("dense", activation="gelu", poolings=EUROBERT_POOLINGS),
+}
+# Type, models, shape, table and prefixes of the tensors' names.
+Rows = list[tuple[str, str, Callable[[Settings, set[str]], ModelConfig], Table, str]]
+# Types that tell segments apart, with BERT's head of classification where `HEADS` has no other.
+SEGMENTED: Rows = [
+    ("deberta-v2", "DeBERTa-v2 and -v3", _deberta_v2_shape, DEBERTA_V2, "deberta."),
+    ("deberta", "DeBERTa", _deberta_shape, deberta_table(DEBERTA_V2), "deberta."),
+    ("albert", "ALBERT", _albert_shape, ALBERT, "albert."),
+    ("bert", "BERT", _bert_shape, BERT, "bert."),
+    ("ernie", "ERNIE", _ernie_shape, ERNIE, "ernie."),
+    ("megatron-bert", "Megatron-BERT", partial(_bert_shape, **PRE_NORM), MEGATRON, "bert."),
+    ("electra", "ELECTRA", _electra_shape, ELECTRA, "electra."),
+    ("nomic_bert", "nomic-embed-text v1, v1.5", nomic_shape, POST_NORM, "nomic_bert. bert."),
+    ("gte", "GTE", gte_shape, POST_NORM, "gte."),
+    ("new", "GTE as published", gte_shape, POST_NORM, "new."),
+]
+# Types that do not, with RoBERTa's.
+ALIKE: Rows = [
+    ("roberta", "RoBERTa", _roberta_shape, ROBERTA, "roberta."),
+    ("xlm-roberta", "XLM-RoBERTa", _roberta_shape, ROBERTA, "roberta."),
+    ("camembert", "CamemBERT", _roberta_shape, ROBERTA, "roberta."),
+    ("data2vec-text", "data2vec", _roberta_shape, ROBERTA, "data2vec_text."),
+    (
+        *("roberta-prelayernorm", "RoBERTa-PreLayerNorm"),
+        *(partial(_roberta_shape, norm_order="pre"), ROBERTA_PRE_NORM, "roberta_prelayernorm."),
+    ),
+    (
+        *("xlm-roberta-xl", "XLM-RoBERTa-XL"),  # Goyal et al. 2021
+        *(partial(_roberta_shape, **PRE_NORM), XLM_ROBERTA_XL, "roberta."),
+    ),
+    ("distilbert", "DistilBERT", _distilbert_shape, DISTILBERT, "distilbert."),
+    ("mpnet", "MPNet", _mpnet_shape, MPNET, "mpnet."),
+    ("modernbert", "ModernBERT", modernbert_shape, MODERNBERT, "model."),
+    ("jina_embeddings_v3", "jina-embeddings-v3", jina_shape, POST_NORM, "roberta."),
+    ("eurobert", "EuroBERT", eurobert_shape, EUROBERT, "model."),
+]
+COMPUTED = {"deberta": deberta_biases, "gte": gte_computes, "new": gte_computes}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    **{kind: {"type_vocab_size": 0} for kind in ("deberta-v2", "deberta")},
+    "albert": {"hidden_act": "gelu_new"},
+    "xlm-roberta-xl": {"layer_norm_eps": 1e-5},
+}
+ABSOLUTE = {
+    "position_embedding_type": ("absolute",),
+    **dict.fromkeys(("is_decoder", "add_cross_attention"), (False,)),
+}
+ONLY: dict[str, Mapping[str, tuple[Any, ...]]] = {
+    **dict.fromkeys(("deberta-v2", "bert", "ernie", "megatron-bert", "electra"), ABSOLUTE),
+    **dict.fromkeys(("roberta", "xlm-roberta", "camembert", "data2vec-text"), ABSOLUTE),
+    **dict.fromkeys(("roberta-prelayernorm", "xlm-roberta-xl"), ABSOLUTE),
+    "deberta": {**ABSOLUTE, "talking_head": (False,)},
+    "albert": {**ABSOLUTE, **dict.fromkeys(("num_hidden_groups", "inner_group_num"), (1,))},
+    # Its code has a constant for padding, and computes with 32 buckets whatever the table has.
+    "mpnet": {**ABSOLUTE, "pad_token_id": (1,), "relative_attention_num_buckets": (32,)},
+    "nomic_bert": NOMIC_ONLY,
+    **dict.fromkeys(("gte", "new"), GTE_ONLY),
+    "eurobert": {"pretraining_tp": (1,)},
+}
 FAMILIES = {
-    "deberta-v2": Family(
-        "DeBERTa-v2 and -v3",
-        *(partial(_deberta_shape, shape=deberta_v2_shape), DEBERTA_V2, ("deberta.",)),
-        classifier=DEBERTA_HEAD,
-        segments=TYPES,
-    ),
-    "deberta": Family(
-        "DeBERTa",
-        *(partial(_deberta_shape, shape=deberta_shape), deberta_table(DEBERTA_V2), ("deberta.",)),
-        *(deberta_biases, DEBERTA_HEAD),
-        segments=TYPES,
-    ),
-    "albert": Family(
-        "ALBERT",
-        *(_albert_shape, ALBERT, ("albert.",)),
-        classifier=classifier("pooler"),
-        segments=TYPES,
-    ),
-    "bert": Family(
-        "BERT",
-        *(_bert_shape, BERT, ("bert.",)),
-        classifier=classifier("pooler.dense"),
-        segments=TYPES,
-    ),
-    "ernie": Family(
-        "ERNIE",
-        *(_ernie_shape, ERNIE, ("ernie.",)),
-        classifier=classifier("pooler.dense"),
-        segments=TYPES,
-    ),
-    "megatron-bert": Family(
-        "Megatron-BERT",
-        *(partial(_bert_shape, **PRE_NORM), MEGATRON, ("bert.",)),
-        classifier=classifier("pooler.dense"),
-        segments=TYPES,
-    ),
-    **{
-        kind: Family(models, shape, table, (prefix,), classifier=PROJECTED)
-        for kind, models, shape, table, prefix in (
-            ("roberta", "RoBERTa", _roberta_shape, ROBERTA, "roberta."),
-            ("xlm-roberta", "XLM-RoBERTa", _roberta_shape, ROBERTA, "roberta."),
-            ("camembert", "CamemBERT", _roberta_shape, ROBERTA, "roberta."),
-            ("data2vec-text", "data2vec", _roberta_shape, ROBERTA, "data2vec_text."),
-            (
-                *("roberta-prelayernorm", "RoBERTa-PreLayerNorm"),
-                *(partial(_roberta_shape, norm_order="pre"), ROBERTA_PRE_NORM),
-                "roberta_prelayernorm.",
-            ),
-            (
-                *("xlm-roberta-xl", "XLM-RoBERTa-XL"),
-                *(_xlm_roberta_xl_shape, XLM_ROBERTA_XL, "roberta."),
-            ),
-        )
-    },
-    "distilbert": Family(
-        "DistilBERT",
-        *(_distilbert_shape, DISTILBERT, ("distilbert.",)),
-        classifier=classifier("pre_classifier", activation="relu", width="dim"),
-    ),
-    "electra": Family(
-        "ELECTRA",
-        *(_electra_shape, ELECTRA, ("electra.",)),
-        classifier=classifier("classifier.dense", "classifier.out_proj", "gelu"),
-        segments=TYPES,
-    ),
-    "mpnet": Family("MPNet", _mpnet_shape, MPNET, ("mpnet.",), classifier=PROJECTED),
-    "modernbert": Family(
-        "ModernBERT",
-        *(modernbert_shape, MODERNBERT, ("model.",)),
-        classifier=classifier("head.dense", modern=True, poolings=MODERN_POOLINGS),
-    ),
-    "nomic_bert": Family(
-        "nomic-embed-text v1, v1.5",
-        *(nomic_shape, POST_NORM, ("nomic_bert.", "bert.")),
-        classifier=classifier("pooler.dense"),
-        segments=TYPES,
-    ),
-    **{
-        kind: Family(
-            models,
-            *(gte_shape, POST_NORM, (prefix,), gte_computes),
-            classifier=classifier("pooler.dense"),
-            segments=TYPES,
-        )
-        for kind, models, prefix in (
-            ("gte", "GTE", "gte."),
-            ("new", "GTE as published", "new."),
-        )
-    },
-    "jina_embeddings_v3": Family(
-        "jina-embeddings-v3",
-        *(jina_shape, POST_NORM, ("roberta.",)),
-        classifier=PROJECTED,
-    ),
-    "eurobert": Family(
-        "EuroBERT",
-        *(eurobert_shape, EUROBERT, ("model.",)),
-        classifier=classifier("dense", activation="gelu", poolings=EUROBERT_POOLINGS),
-    ),
+    kind: Family(
+        *(models, shape, table, (*prefixes.split(),)),
+        computes=COMPUTED.get(kind, lambda config: {}),
+        classifier=HEADS.get(kind, POOLED if segments else PROJECTED),
+        segments=segments,
+        defaults=DEFAULTS.get(kind, {}),
+        only=ONLY.get(kind, {}),
+    )
+    for rows, segments in ((SEGMENTED, "embeddings.token_type_embeddings.weight"), (ALIKE, ""))
+    for kind, models, shape, table, prefixes in rows
 }

@@ -182,7 +182,6 @@ def _shape(
 ) -> tuple[Family, ModelConfig, HeadSettings | None]:
     """Returns the family with the tensors of the head, the shape with it, and its settings."""
     config = pretrained.config
-    config.values = {**family.tokens, **config.values}
     try:
         shape = family.shape(config, pretrained.names())
         generator = shape

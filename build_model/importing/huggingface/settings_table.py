@@ -97,10 +97,11 @@ WITHOUT_EFFECT: Mapping[str, Mapping[str, str]] = {
         "not read by the model type in transformers": (
             "_sliding_window_pattern bos_token_ids cross_attention_hidden_size decoder_bias "
             "down_scale_factor embedding_size eos_token_ids extra_pos_embeddings gap_size "
-            "head_dim hidden_act layer_norm_eps max_position_embeddings max_window_layers "
-            "mlp_bias net_structure_type n_special num_hidden_layers num_memory_blocks "
-            "output_projection pad_token_ids predict_special_tokens rope_interleaved rope_theta "
-            "sliding_window_pattern sliding_window_size use_mrope vocab_size_or_config_json_file"
+            "head_dim hidden_act hidden_activation layer_norm_eps max_position_embeddings "
+            "max_window_layers mlp_bias net_structure_type n_special num_hidden_layers "
+            "num_memory_blocks output_projection pad_token_ids predict_special_tokens "
+            "rope_interleaved rope_theta sliding_window_pattern sliding_window_size use_mrope "
+            "vocab_size_or_config_json_file"
         ),
     },
     GENERATION: {

@@ -77,7 +77,7 @@ class Family:
 
     Attributes:
         models: Models of this type, as people call them.
-        shape: Makes the ModelConfig from config.json and the names of all tensors.
+        read: Makes the ModelConfig from config.json and the names of all tensors.
         table: Our tensors by theirs.
         prefixes: Prefixes of the names; the first that fits is dropped.
         computes: Tensors that a formula gives if the file lacks them.
@@ -87,11 +87,12 @@ class Family:
             or of an encoder-decoder type with a class of the encoder alone.
         reads_lines: Whether such models were trained on texts with line breaks, and must get them
             whole; translators of sentences were not.
-        tokens: Ids of special tokens where config.json lacks the key, as in transformers.
+        defaults: Settings where config.json lacks the key, as in transformers.
+        only: Values of settings that have no others.
     """
 
     models: str
-    shape: Callable[[Settings, set[str]], ModelConfig]
+    read: Callable[[Settings, set[str]], ModelConfig]
     table: Table
     prefixes: tuple[str, ...]
     computes: Callable[[ModelConfig], dict[str, Tensor]] = field(default=lambda config: {})
@@ -99,7 +100,25 @@ class Family:
     segments: str = ""
     stems: str = ""
     reads_lines: bool = False
-    tokens: Mapping[str, int] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+
+    def shape(self, config: Settings, names: set[str]) -> ModelConfig:
+        """Returns the shape of a model, from config.json and the names of all tensors.
+
+        Raises:
+            InputError: A setting is unsupported.
+            UsageError: Settings do not fit each other.
+        """
+        config.values = {**self.defaults, **config.values}
+        for name, supported in self.only.items():
+            config.only(name, *supported)
+        return self.read(config, names)
+
+
+def modules(theirs: str, ours: str, names: Mapping[str, str]) -> dict[str, str]:
+    """Rows of the modules of a layer, each with its weight and bias."""
+    return {f"{theirs}.{name}.*": f"{ours}.{own}.*" for name, own in names.items()}
 
 
 def conv1d(*ours: str) -> Move:

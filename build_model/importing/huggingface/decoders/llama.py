@@ -1,40 +1,63 @@
-"""Parts of the rows of decoder-only types: fields and tensors of Llama and its kin."""
+"""Llama and its kin: settings, windows and tensors of decoders with rotary positions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from transferry.build_model.importing.huggingface.folder import Settings
 from transferry.build_model.importing.huggingface.rope import RotaryKeys, read_rotary
 from transferry.build_model.importing.huggingface.tables import GATES, Table, head_width, sizes
 from transferry.build_model.model.config import ModelConfig
+from transferry.build_model.model.shape import Activation
 
 Shape = Callable[[Settings, set[str]], ModelConfig]
 # Fields of all types; only some sizes of OPT are post-norm.
 PRE_NORM: dict[str, Any] = dict(
     architecture="decoder-only", encoder_layers=0, norm_order="pre", scale_embedding=False
 )
+# Settings of biases: of all four matrices of attention, and of the feed-forward sublayer.
+ATTENTION = {"query_key_value_bias": "attention_bias", "attention_output_bias": "attention_bias"}
+ALL_BIASES = {**ATTENTION, "feed_forward_bias": "mlp_bias"}
 
 
-def llama_fields(config: Settings, longest: int = 2048) -> dict[str, Any]:
-    """Fields that Llama and its kin share, except positions and biases."""
+def llama_fields(
+    config: Settings,
+    longest: int = 2048,
+    *,
+    flags: Mapping[str, str] = ATTENTION,
+    epsilon: str = "",
+    units: Mapping[str, Activation] = GATES,
+    **own: Any,
+) -> dict[str, Any]:
+    """Fields that Llama and its kin share, except positions.
+
+    Args:
+        config: config.json.
+        longest: max_position_embeddings by default.
+        flags: Settings that are off by default, by field.
+        epsilon: Setting of the epsilon of LayerNorm, in place of RMSNorm's.
+        units: Activations by hidden_act.
+        own: Fields in which a type differs.
+    """
     fields = sizes(config)
     d_model, heads = fields["d_model"], fields["heads"]
     width = config.whole("head_dim", head_width(fields))
-    return PRE_NORM | dict(
-        fields,
+    fields |= PRE_NORM | dict(
         head_width=0 if width * heads == d_model else width,
         decoder_layers=config.whole("num_hidden_layers"),
         max_positions=config.whole("max_position_embeddings", longest),
         norm_epsilon=config.number("rms_norm_eps", 1e-6),
         norm="rms",
         positions="rotary",
-        activation=config.choice("hidden_act", GATES, "silu"),
+        activation=config.choice("hidden_act", units, "silu"),
         key_value_heads=config.whole("num_key_value_heads", heads),
         tied=config.flag("tie_word_embeddings", False),
         bias=False,
     )
+    if epsilon:
+        fields["norm_epsilon"] = config.number(epsilon, 1e-5)
+    return fields | {ours: config.flag(name, False) for ours, name in flags.items()} | own
 
 
 def rotary_fields(config: Settings, fields: dict[str, Any], **options: Any) -> dict[str, Any]:
@@ -44,10 +67,25 @@ def rotary_fields(config: Settings, fields: dict[str, Any], **options: Any) -> d
     return fields | rotary.fields()
 
 
-def attention_biases(config: Settings) -> dict[str, bool]:
-    """Biases of all four matrices of attention, or of no one."""
-    bias = config.flag("attention_bias", False)
-    return {"query_key_value_bias": bias, "attention_output_bias": bias}
+def llama_shape(
+    config: Settings,
+    names: set[str],
+    *,
+    rope: Mapping[str, Any] | None = None,
+    window: int | None = None,
+    **options: Any,
+) -> ModelConfig:
+    """A type of Llama's kin, by the arguments of `llama_fields`.
+
+    Args:
+        config: config.json.
+        names: Names of all tensors.
+        rope: Fields of RotaryKeys.
+        window: sliding_window of every layer by default; None for a type without.
+        options: See `llama_fields`.
+    """
+    fields = rotary_fields(config, llama_fields(config, **options), **(rope or {}))
+    return ModelConfig(**fields, windows=() if window is None else windows(config, fields, window))
 
 
 def windows(

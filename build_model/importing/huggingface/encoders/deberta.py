@@ -25,7 +25,7 @@ from transferry.build_model.model.parts.disentangled import Convolution, Disenta
 MASKED = "lm_predictions.lm_head.bias"
 
 
-def deberta_v2_shape(config: Settings, fields: dict[str, Any]) -> dict[str, Any]:
+def deberta_fields(config: Settings, fields: dict[str, Any]) -> dict[str, Any]:
     """Returns the fields of ModelConfig, from those that are BERT's."""
     placed, kinds = config.flag("position_biased_input", True), config.whole("type_vocab_size", 0)
     if kinds and not placed:
@@ -102,14 +102,6 @@ def deberta_v2_table(bert: Table) -> Table:
 
 
 # --- DeBERTa -------------------------------------------------------------------------------------
-
-
-def deberta_shape(config: Settings, fields: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields of the first DeBERTa, which has no buckets, convolution or shared keys."""
-    config.only("talking_head", False)
-    for name in ("position_buckets", "share_att_key", "norm_rel_ebd", "conv_kernel_size"):
-        config.values.pop(name, None)  # transformers does not read them in this type
-    return deberta_v2_shape(config, fields)
 
 
 def deberta_table(v2: Table) -> Table:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from transferry.build_model.importing.huggingface.decoders.llama import LLAMA
 from transferry.build_model.importing.huggingface.folder import Settings
 from transferry.build_model.importing.huggingface.rope import (
     FIXED_NTK,
@@ -96,10 +97,7 @@ MODERNBERT: Table = {
     "embeddings.tok_embeddings.weight": "embedding.weight",
     "embeddings.norm.*": "embedding_norm.*",
     "layers.#.attn_norm.*": "encoder.#.self_residual.norm.*",
-    "layers.#.attn.Wqkv.*": parts(
-        lambda config: [config.d_model] * 3,
-        *(f"encoder.#.self_attention.{name}.*" for name in ("query", "key", "value")),
-    ),
+    "layers.#.attn.Wqkv.*": QKV,
     "layers.#.attn.Wo.*": "encoder.#.self_attention.output.*",
     "layers.#.mlp_norm.*": "encoder.#.feed_forward_residual.norm.*",
     "layers.#.mlp.Wi.*": parts(
@@ -131,6 +129,16 @@ def _post_norm_fields(
     )
 
 
+NOMIC_ONLY: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("prenorm", "parallel_block", "use_rms_norm", "causal"), (False,)),
+    **dict.fromkeys(("qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias"), (False,)),
+    **dict.fromkeys(("rotary_emb_scale_base", "num_heads_kv"), (None,)),
+    "rotary_emb_interleaved": (False,),
+    "moe_every_n_layers": (0,),
+    "rotary_emb_fraction": (1.0, 1),  # transformers turns all features
+}
+
+
 def nomic_shape(config: Settings, names: set[str]) -> ModelConfig:
     """NomicBERT (Nussbaum et al. 2024): post-norm, gated by SwiGLU, without biases.
 
@@ -139,14 +147,6 @@ def nomic_shape(config: Settings, names: set[str]) -> ModelConfig:
     renamed(config, n_embd="hidden_size", n_head="num_attention_heads", n_inner="intermediate_size")
     renamed(config, n_layer="num_hidden_layers", n_positions="max_position_embeddings")
     renamed(config, layer_norm_epsilon="layer_norm_eps", rope_theta="rotary_emb_base")
-    for name in ("prenorm", "parallel_block", "use_rms_norm", "causal", "rotary_emb_interleaved"):
-        config.only(name, False)
-    for name in ("qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias"):
-        config.only(name, False)
-    for name in ("rotary_emb_scale_base", "num_heads_kv"):
-        config.only(name, None)
-    config.only("moe_every_n_layers", 0)
-    config.only("rotary_emb_fraction", 1.0, 1)  # transformers turns all features
     units = {"swiglu": "silu", "geglu": "gelu"}
     if config.get("activation_function") is not None:
         config.values["hidden_act"] = config.choice("activation_function", units, "swiglu")
@@ -172,12 +172,15 @@ def nomic_shape(config: Settings, names: set[str]) -> ModelConfig:
     )
 
 
+GTE_ONLY: dict[str, tuple[Any, ...]] = {
+    "position_embedding_type": ("rope", "absolute"),
+    "layer_norm_type": ("layer_norm",),
+    **dict.fromkeys(("logn_attention_scale", "logn_attention_clip1"), (False,)),
+}
+
+
 def gte_shape(config: Settings, names: set[str]) -> ModelConfig:
     """GTE of model type gte and new (Zhang et al. 2024, mGTE): post-norm, gated by GELU."""
-    config.only("position_embedding_type", "rope", "absolute")
-    config.only("layer_norm_type", "layer_norm")
-    for name in ("logn_attention_scale", "logn_attention_clip1"):
-        config.only(name, False)
     published = config.get("model_type") == "new"
     keys = RotaryKeys(10000.0 if published else 160000.0, renamed={"ntk": FIXED_NTK})
     longest = config.whole("max_position_embeddings", 8192)
@@ -268,7 +271,6 @@ POST_NORM: Table = {
 
 def eurobert_shape(config: Settings, names: set[str]) -> ModelConfig:
     """EuroBERT (Boizard et al. 2025): Llama that reads both ways."""
-    config.only("pretraining_tp", 1)
     fields = sizes(config)
     tied = config.flag("tie_word_embeddings", False)
     # A tied head has no tensors.
@@ -308,22 +310,10 @@ EUROBERT_POOLINGS: dict[str, dict[str, Any]] = {
     "mean": {"pooling": ("mean",)},
 }
 EUROBERT: Table = {
-    "embed_tokens.weight": "embedding.weight",
     **{
-        f"layers.#.{theirs}.*": f"encoder.#.{ours}.*"
-        for theirs, ours in {
-            "self_attn.q_proj": "self_attention.query",
-            "self_attn.k_proj": "self_attention.key",
-            "self_attn.v_proj": "self_attention.value",
-            "self_attn.o_proj": "self_attention.output",
-            "mlp.gate_proj": "feed_forward.gate",
-            "mlp.up_proj": "feed_forward.inner",
-            "mlp.down_proj": "feed_forward.outer",
-            "input_layernorm": "self_residual.norm",
-            "post_attention_layernorm": "feed_forward_residual.norm",
-        }.items()
+        name: str(ours).replace("decoder", "encoder", 1)
+        for name, ours in LLAMA.items()
+        if "self_attn.q_norm" not in name and "self_attn.k_norm" not in name
     },
-    "norm.*": "encoder_norm.*",
-    "lm_head.weight": "output.weight",
     "lm_head.bias": "output_bias",
 }

@@ -213,9 +213,10 @@ def test_an_answer_begins_as_that_of_generate(
     assert made.begin() == model.generate(torch.tensor([[4]]))[0, 0]
 
 
-def test_types_have_defaults_of_tokens_alone() -> None:
+def test_no_type_has_a_default_of_the_search() -> None:
     """`generate` reads config.json without the defaults of the type, such as a forced end."""
-    assert {name for family in FAMILIES.values() for name in family.tokens} <= {*generation.TOKENS}
+    named = {name for family in FAMILIES.values() for name in family.defaults}
+    assert named.isdisjoint(generation.SEARCH_SETTINGS)
 
 
 def test_a_sampling_default_stays_one(folder: Folder) -> None:
