@@ -315,7 +315,7 @@ Examples:
 )
 @option(
     "--provider",
-    type=click.Choice(["cpu", "cuda"]),
+    type=click.Choice(["cpu", "cuda", "tensorrt"]),
     default="cpu",
     help="Execution provider; exit with 5 if it cannot run.",
 )

@@ -67,6 +67,8 @@ def diagnose() -> list[Check]:
     ]
     if sys.platform != "darwin":  # has no CUDA
         checks.append(check_cuda())
+    if checks[-1].name == "cuda" and checks[-1].status == "ok":
+        checks.append(check_tensorrt())
     if installed_version("openvino"):  # a rare extra
         checks.append(check_openvino())
     return [*checks, _check_hardware(), _check_tiktoken(), _check_torch()]
@@ -102,6 +104,15 @@ def check_cuda() -> Check:
     return Check("cuda", status, obstacle.missing, obstacle.remedy)
 
 
+def check_tensorrt() -> Check:
+    """Multiplies two matrices on the TensorRT provider if its libraries are there; many lack it."""
+    from transferry.runtime.ort.cuda import tensorrt_obstacle
+
+    if (obstacle := tensorrt_obstacle()) is not None:
+        return Check("tensorrt", "warning", obstacle.missing, obstacle.remedy)
+    return _check_provider("tensorrt", "use --provider cuda")
+
+
 def check_openvino() -> Check:
     """Multiplies two matrices in OpenVINO, set to compute in float32."""
 
@@ -114,7 +125,7 @@ def check_openvino() -> Check:
     return _check_product("openvino", multiply, install_command("openvino", "--force-reinstall"))
 
 
-def _check_provider(provider: Literal["cpu", "cuda"], remedy: str) -> Check:
+def _check_provider(provider: Literal["cpu", "cuda", "tensorrt"], remedy: str) -> Check:
     def multiply(graph: Path, a: Matrix, b: Matrix) -> Matrix:
         # Imported here: a broken onnxruntime must be a result, too.
         from transferry.runtime.ort.session import SessionOptions, open_session
@@ -132,9 +143,9 @@ def _check_product(name: str, multiply: Multiply, remedy: str) -> Check:
     except Exception as reason:  # noqa: BLE001 - any failure is a result
         return Check(name, "fault", _one_line(reason), remedy)
     found = f"product of {PRODUCT_SIZE} x {PRODUCT_SIZE}: error {error:.1e} of the largest entry"
-    found += {"cuda": ", TF32 off", "openvino": ", in float32"}.get(name, "")
+    found += ", TF32 off" if name in ("cuda", "tensorrt") else ""
     if name == "openvino":
-        found = f"{installed_version(name)}, {found}"
+        found = f"{installed_version(name)}, {found}, in float32"
     if error <= PRODUCT_TOLERANCE:  # false for NaN
         return Check(name, "ok", found)
     return Check(name, "fault", f"{found}, more than {PRODUCT_TOLERANCE:.0e}", remedy)

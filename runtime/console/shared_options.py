@@ -180,7 +180,7 @@ session_options = together(
     option(
         "--provider",
         panel=MACHINE,
-        type=click.Choice(["cpu", "cuda"]),
+        type=click.Choice(["cpu", "cuda", "tensorrt"]),
         default="cpu",
         help="Execution provider; exit with 5 if it cannot run.",
     ),

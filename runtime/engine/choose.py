@@ -2,7 +2,7 @@
 
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.specs import Variant
-from transferry.runtime.ort.graph_runner import runtime_of
+from transferry.runtime.ort.graph_runner import runs
 from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.precision import Precision
 from transferry.runtime.proof.certificates.signature import Trust
@@ -21,9 +21,8 @@ def fastest(bundle: Bundle, options: SessionOptions, trusted: Trust | None = Non
         InputError: A certificate cannot be read.
     """
     named = bundle.manifest.variants.values()
-    runs = runtime_of(options).runs
-    variants = [each for each in named if options.provider in each.providers and runs(each)]
-    # A variant for this provider alone is faster than one for several.
+    variants = [each for each in named if options.device in each.providers and runs(options, each)]
+    # A variant for this device alone is faster than one for several.
     variants.sort(
         key=lambda v: (Precision.of(v.precision).slowness, len(v.providers), not v.in_place)
     )

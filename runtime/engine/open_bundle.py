@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from operator import length_hint
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar, cast
+from typing import Any, Literal, Self, TypeVar, cast, get_args
 
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.specs import Variant
@@ -36,7 +36,7 @@ from transferry.runtime.errors import Option, ParityError, UsageError, require
 from transferry.runtime.hardware import usable_cores
 from transferry.runtime.ort.encoder import EncoderModel
 from transferry.runtime.ort.open_model import ServedDecoder, ServedModel, open_model
-from transferry.runtime.ort.session import Few, SessionOptions
+from transferry.runtime.ort.session import Few, Provider, SessionOptions
 from transferry.runtime.proof.certificates.certificate import Certificate
 from transferry.runtime.proof.certificates.signature import Trust
 from transferry.runtime.proof.certificates.standing import (
@@ -420,9 +420,8 @@ def session_options(options: SessionOptions | None, named: dict[str, Any]) -> Se
     known = field_types(SessionOptions).keys()
     if device := str(named.pop("device", "")):
         named["provider"], _, number = device.partition(":")
-        require(
-            number.isdecimal() or device in ("cpu", "cuda"), "device", "cpu, cuda or cuda:1", device
-        )
+        known_device = number.isdecimal() or device in get_args(Provider)
+        require(known_device, "device", "cpu, cuda or cuda:1", device)
         named |= {"device_id": int(number)} if number else {}
     if unknown := sorted(named.keys() - known):
         same = {"intra_threads": "threads", "inter_threads": "replicas", "compute_type": "variant"}

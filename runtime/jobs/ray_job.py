@@ -307,7 +307,7 @@ def _needs(job: Job) -> tuple[int, int]:
     """Returns the CPU cores and GPUs of a worker."""
     engine = job.engine.describe()
     cores = int(engine.get("replicas", 1)) * int(engine.get("threads", 1))
-    return cores, int(engine.get("provider") == "cuda")
+    return cores, int(engine.get("provider", "cpu") != "cpu")
 
 
 class RayCrew:

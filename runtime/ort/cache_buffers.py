@@ -13,10 +13,10 @@ from transferry.runtime.bundle.specs import GraphSpec, Role
 from transferry.runtime.decoding.batching import UNIT, BatchOptions, blocks, widened
 from transferry.runtime.decoding.logits import Bools, Floats, Integers
 from transferry.runtime.ort.graph_runner import BoundCall, BufferView, GraphRunner
-from transferry.runtime.ort.session import Provider
+from transferry.runtime.ort.session import Device
 
 # Default batch sizes: as many rows as gain from sharing the reading of the weights.
-BATCHES: dict[Provider, BatchOptions] = {
+BATCHES: dict[Device, BatchOptions] = {
     "cpu": BatchOptions(rows=256, tokens=1 << 15),
     "cuda": BatchOptions(rows=1024, tokens=1 << 17),
 }
@@ -24,10 +24,10 @@ BATCHES: dict[Provider, BatchOptions] = {
 LARGE_COLUMN = 1 << 21
 
 
-def default_batches(decoder: GraphSpec, provider: Provider) -> BatchOptions:
+def default_batches(decoder: GraphSpec, device: Device) -> BatchOptions:
     """Returns a decoder's default batch size: on a CPU half the rows where its cache is large."""
-    batches = BATCHES[provider]
-    if provider != "cpu":
+    batches = BATCHES[device]
+    if device != "cpu":
         return batches
     column = sum(
         math.prod(n for n in spec.shape if isinstance(n, int)) * np.dtype(spec.type).itemsize

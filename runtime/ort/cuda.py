@@ -1,8 +1,9 @@
-"""CUDA on this machine: obstacles for onnxruntime, and the stream on which its graphs run."""
+"""CUDA and TensorRT on this machine: obstacles for onnxruntime, and the stream of its graphs."""
 
 import contextlib
 import ctypes
 import functools
+import importlib
 import io
 import re
 import sys
@@ -21,6 +22,12 @@ from transferry.runtime.errors import install_command
 
 _WINDOWS = sys.platform == "win32"
 _DRIVER_LIBRARY = "nvcuda.dll" if _WINDOWS else "libcuda.so.1"
+_TENSORRT = 10  # the major version that onnxruntime's provider is linked with
+_TENSORRT_LIBRARIES = (
+    (f"nvinfer_{_TENSORRT}.dll", f"nvonnxparser_{_TENSORRT}.dll", "cudnn64_9.dll")
+    if _WINDOWS
+    else (f"libnvinfer.so.{_TENSORRT}", f"libnvonnxparser.so.{_TENSORRT}", "libcudnn.so.9")
+)
 _LOCK = threading.Lock()
 _TO_DEVICE, _TO_HOST = 1, 2  # cudaMemcpyKind of driver_types.h
 _ALIGNMENT = 256  # bytes, as cudaMalloc aligns
@@ -28,7 +35,7 @@ _ALIGNMENT = 256  # bytes, as cudaMalloc aligns
 
 @dataclass(frozen=True)
 class CudaObstacle:
-    """Reason why CUDA cannot run here, and its remedy in one line.
+    """Reason why CUDA or TensorRT cannot run here, and its remedy in one line.
 
     Attributes:
         missing: The missing or wrong part, as a clause.
@@ -85,6 +92,44 @@ def cuda_obstacle(device_id: int = 0) -> CudaObstacle | None:
         return CudaObstacle(
             f"CUDA's libraries are missing: {complaint}", install_command("cuda"), gpu_present=True
         )
+    return None
+
+
+def tensorrt_obstacle(device_id: int = 0) -> CudaObstacle | None:
+    """First reason why TensorRT cannot run on a GPU, those of CUDA first; None without one.
+
+    onnxruntime's own library is not tried: loaded before its host exists, it never finds that.
+    """
+    if obstacle := cuda_obstacle(device_id):
+        return obstacle
+    if "TensorrtExecutionProvider" not in onnxruntime.get_available_providers():
+        return CudaObstacle(
+            f"this build of onnxruntime {onnxruntime.__version__} has no TensorRT in it",
+            "install onnxruntime-gpu from PyPI, or use --provider cuda",
+            gpu_present=True,
+        )
+    missing = [name for name in _TENSORRT_LIBRARIES if _tensorrt_library(name) is None]
+    if not missing:
+        return None
+    package = f"tensorrt-cu{onnxruntime.cuda_version.split('.')[0]}-libs=={_TENSORRT}.*"
+    return CudaObstacle(
+        f"TensorRT's libraries are missing: {', '.join(missing)}",
+        f'pip install "{package}" and {install_command("cuda")}, or use --provider cuda',
+        gpu_present=True,
+    )
+
+
+def tensorrt_version() -> str:
+    """Returns the version of TensorRT, such as "101303" for 10.13.3; "unknown" without it."""
+    library = _tensorrt_library(_TENSORRT_LIBRARIES[0])
+    return "unknown" if library is None else str(library.getInferLibVersion())
+
+
+def _tensorrt_library(name: str) -> ctypes.CDLL | None:
+    with contextlib.suppress(ImportError, OSError):
+        importlib.import_module("tensorrt_libs")  # loads the libraries that pip installed
+    with contextlib.suppress(OSError):
+        return ctypes.CDLL(name)
     return None
 
 

@@ -12,11 +12,11 @@ from transferry.runtime.bundle.specs import Variant
 from transferry.runtime.decoding.batching import BatchOptions, blocks
 from transferry.runtime.decoding.logits import Bools, Floats, Integers
 from transferry.runtime.ort.graph_runner import Opened, describe, open_graphs, runtime_of
-from transferry.runtime.ort.session import Provider, SessionOptions
+from transferry.runtime.ort.session import Device, SessionOptions
 
 # Tokens of sources or prompts that are read at once: on the CPU few enough for their hidden states,
 # four times as wide in a feed-forward layer, to stay in its cache.
-PASS_TOKENS: dict[Provider, int] = {"cpu": 512, "cuda": 1 << 13}
+PASS_TOKENS: dict[Device, int] = {"cpu": 512, "cuda": 1 << 13}
 
 EncoderOutput = Literal["hidden", "head", "logits"]
 
@@ -33,7 +33,7 @@ class EncoderModel:
     ) -> None:
         """Opens the graph, by default in the runtime of the options; raises as `open_model`."""
         self.variant, self.options = variant, options
-        self.batches = BatchOptions(tokens=PASS_TOKENS[options.provider])
+        self.batches = BatchOptions(tokens=PASS_TOKENS[options.device])
         graph = variant.graphs["encoder"]
         self.outputs = tuple(
             name
@@ -64,7 +64,7 @@ class EncoderModel:
         """
         outputs = self.outputs if outputs is None else outputs
         runner, found = self._runner, dict[str, Floats]()
-        for rows, columns in blocks(mask, PASS_TOKENS[self.options.provider]):
+        for rows, columns in blocks(mask, PASS_TOKENS[self.options.device]):
             part = source[rows, :columns], mask[rows, :columns]
             inputs = {
                 role: [runner.value(each)]

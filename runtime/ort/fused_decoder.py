@@ -93,7 +93,7 @@ class SlotDecoder:
         self.variant, self.options = variant, options
         self._runners = open_graphs(bundle, variant.graphs, options, opened)
         self._decoder = self._runners["decoder"]
-        self.batches = default_batches(self._decoder.graph, options.provider)
+        self.batches = default_batches(self._decoder.graph, options.device)
         self._buffers = CacheBuffers(self._runners)
         self.has_encoder = "encoder" in variant.graphs
         self._int8 = variant.cache is not None and variant.cache.type == "int8"
@@ -110,7 +110,7 @@ class SlotDecoder:
         """Cross of the sources; empty without an encoder."""
         if not self.has_encoder:
             return []
-        return self._buffers.encode(source, mask, PASS_TOKENS[self.options.provider])
+        return self._buffers.encode(source, mask, PASS_TOKENS[self.options.device])
 
     def _bound(
         self,
@@ -345,7 +345,7 @@ class FusedDecoder(SlotDecoder):
         # Padding attends to its own column: a softmax over no column would be NaN.
         own = np.eye(length, dtype=np.bool_)[begin:]
         causal = np.tril(np.ones_like(own), begin)
-        for rows, _ in blocks(mask[:, begin:], PASS_TOKENS[self.options.provider]):
+        for rows, _ in blocks(mask[:, begin:], PASS_TOKENS[self.options.device]):
             count = rows.stop - rows.start
             views = [each.view(rows.start, count) for each in past]
             columns = np.tile(np.arange(length), (count, 1))

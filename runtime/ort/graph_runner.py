@@ -29,7 +29,7 @@ from transferry.runtime.errors import (
     install_command,
 )
 from transferry.runtime.hardware import cpu_name, instruction_sets, usable_cores
-from transferry.runtime.ort.cuda import StagingBuffer, cuda_stream
+from transferry.runtime.ort.cuda import StagingBuffer, cuda_stream, tensorrt_version
 from transferry.runtime.ort.external_files import watched_graph
 from transferry.runtime.ort.openvino_runner import OpenVinoRunner, openvino_version
 from transferry.runtime.ort.session import (
@@ -138,8 +138,8 @@ class GraphRunner:
         self._require_described(path)
         specs = (*graph.inputs, *graph.outputs)
         self._names = {spec.role: graph.names(spec.role) for spec in specs}
-        self._device = options.provider
-        self.on_device = options.provider != "cpu"
+        self._provider, self._device = options.provider, options.device
+        self.on_device = self._device != "cpu"
         self._released = GraphRunner._shortages
         self._device_id = options.device_id if self.on_device else 0
         self._stream = cuda_stream(self._device_id) if self.on_device else None
@@ -305,7 +305,7 @@ class GraphRunner:
             )
         if is_device_fault(error):
             return ProviderError(
-                f"provider {self._device} failed in {self.graph.file}: {found}. Run `transferry "
+                f"provider {self._provider} failed in {self.graph.file}: {found}. Run `transferry "
                 f"doctor`; for missing libraries: {install_command(self._device)}"
             )
         return InputError(
@@ -438,10 +438,6 @@ class GraphRuntime:
     version: Callable[[], str]
     standard_alone: bool
 
-    def runs(self, variant: Variant) -> bool:
-        """Whether it has the operators of a variant."""
-        return variant.name in STANDARD or not self.standard_alone
-
 
 RUNTIMES: Mapping[str, GraphRuntime] = {
     "onnxruntime": GraphRuntime(open_graphs, lambda: onnxruntime.__version__, False),
@@ -452,6 +448,15 @@ RUNTIMES: Mapping[str, GraphRuntime] = {
 def runtime_of(options: SessionOptions) -> GraphRuntime:
     """Returns the runtime that a session asks for."""
     return RUNTIMES[options.runtime]
+
+
+def runs(options: SessionOptions, variant: Variant) -> bool:
+    """Whether a session has the operators of a variant, and lets it write its cache in place.
+
+    TensorRT does not promise that an output may lie where an input lies.
+    """
+    alone = runtime_of(options).standard_alone or options.provider == "tensorrt"
+    return variant.name in STANDARD or not alone
 
 
 def describe(
@@ -467,6 +472,7 @@ def describe(
         "threads": options.threads,
         "optimisation": options.optimisation,
         "tf32": tf32(options),
+        **({"tensorrt": tensorrt_version()} if options.provider == "tensorrt" else {}),
         "cpu": cpu_name(),
         "instruction_sets": list(instruction_sets()),
         options.runtime: runtime_of(options).version(),

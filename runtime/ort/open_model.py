@@ -11,7 +11,7 @@ from transferry.runtime.decoding.decoder import ObservableDecoder
 from transferry.runtime.errors import UsageError
 from transferry.runtime.ort.encoder import EncoderModel
 from transferry.runtime.ort.fused_decoder import FusedDecoder, RecurrentDecoder
-from transferry.runtime.ort.graph_runner import runtime_of
+from transferry.runtime.ort.graph_runner import runs
 from transferry.runtime.ort.portable_decoder import PortableDecoder
 from transferry.runtime.ort.session import SessionOptions
 
@@ -44,9 +44,11 @@ def open_model(bundle: Bundle, variant: Variant, options: SessionOptions) -> Ser
         InputError: A graph cannot be opened.
         UsageError: The runtime cannot run such a variant.
     """
-    if not runtime_of(options).runs(variant):
+    if not runs(options, variant):
+        tensorrt = options.provider == "tensorrt"
+        who = "provider tensorrt" if tensorrt else f"runtime {options.runtime}"
         raise UsageError(
-            f"runtime {options.runtime} runs variants of standard operators alone, not "
+            f"{who} runs variants of standard operators alone, not "
             f"{variant.name}; choose --variant {' or '.join(STANDARD)}"
         )
     return model_class(variant)(bundle, variant, options)

@@ -6,6 +6,7 @@ missing part and its remedy.
 """
 
 import functools
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,18 +21,20 @@ from numpy.typing import NDArray
 from onnxruntime.capi import onnxruntime_pybind11_state as native
 
 from transferry.runtime.errors import AllocationError, InputError, ProviderError, UsageError
-from transferry.runtime.ort.cuda import cuda_obstacle, cuda_stream
+from transferry.runtime.ort.cuda import cuda_obstacle, cuda_stream, tensorrt_obstacle
 from transferry.runtime.settings import check_value, field_types
 
 # More threads than cores are useless, and thousands end the process.
 Few = Annotated[int, msgspec.Meta(le=1024)]
-Provider = Literal["cpu", "cuda"]
+Provider = Literal["cpu", "cuda", "tensorrt"]
+Device = Literal["cpu", "cuda"]
 Runtime = Literal["onnxruntime", "openvino"]
 Optimisation = Literal["disable", "basic", "extended", "all"]
 
 _PROVIDER_NAMES: dict[Provider, str] = {
     "cpu": "CPUExecutionProvider",
     "cuda": "CUDAExecutionProvider",
+    "tensorrt": "TensorrtExecutionProvider",
 }
 _OPTIMISATION_LEVELS: dict[Optimisation, onnxruntime.GraphOptimizationLevel] = {
     "disable": onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL,
@@ -51,8 +54,10 @@ _SHORTAGES = (
     *("Failed to allocate memory", "is smaller than requested bytes"),
     *("bad_alloc", "bad allocation", "out of memory", "ALLOC_FAILED"),
 )
-# Messages of the device: of CUDA, cuBLAS and cuDNN, and of onnxruntime without cuDNN.
-_DEVICE_FAULTS = ("CUDA failure", "CUBLAS failure", "CUDNN failure", "cuDNN is unavailable")
+# Messages of the device: of CUDA, cuBLAS, cuDNN and TensorRT, and of onnxruntime without cuDNN.
+_DEVICE_FAULTS = (
+    *("CUDA failure", "CUBLAS failure", "CUDNN failure", "cuDNN is unavailable", "TensorRT EP"),
+)
 # BiasSoftmax, which onnxruntime fuses, needs cuDNN, the addition and Softmax do not: the other
 # kernels of our graphs run without it, since onnxruntime 1.28.
 _NOT_ON_CUDA = ["BiasSoftmaxFusion"]
@@ -64,11 +69,13 @@ class SessionOptions:
     """How to run a graph.
 
     Attributes:
-        provider: `cpu` or `cuda`; never a fallback from one to the other.
+        provider: `cpu`, `cuda`, or `tensorrt`, which leaves to CUDA the operators that it lacks;
+            never a fallback to another.
         threads: Threads that share one operator. Replicas of one thread beat one session of many.
-        device_id: Which GPU, counted as CUDA counts them; read by `cuda` only.
+        device_id: Which GPU, counted as CUDA counts them; the CPU has none.
         optimisation: Graph optimisation level of onnxruntime; a certificate is for one level.
-        provider_options: Options passed on to the provider, overriding the defaults set here.
+        provider_options: Options passed on to the provider, overriding the defaults set here;
+            those of TensorRT begin with `trt_`.
         profile: Folder for onnxruntime's time traces, one file per graph, complete once the session
             is deleted; None for no traces.
         runtime: `onnxruntime`, or `openvino` for the portable variant on the CPU.
@@ -83,6 +90,11 @@ class SessionOptions:
     runtime: Runtime = "onnxruntime"
 
     @property
+    def device(self) -> Device:
+        """Where tensors lie, as onnxruntime names it."""
+        return "cpu" if self.provider == "cpu" else "cuda"
+
+    @property
     def rows_are_independent(self) -> bool:
         """Whether a row of a product has the same bits whichever rows are computed beside it.
 
@@ -95,7 +107,9 @@ class SessionOptions:
         for name in ("threads", "device_id", "provider_options", "profile"):
             check_value(name, getattr(self, name), field_types(type(self))[name])
         if str(self.provider) not in _PROVIDER_NAMES:
-            raise UsageError(f"the provider must be cpu or cuda, but is {self.provider!r}")
+            raise UsageError(
+                f"the provider must be cpu, cuda or tensorrt, but is {self.provider!r}"
+            )
         if str(self.optimisation) not in _OPTIMISATION_LEVELS:
             raise UsageError(
                 f"the optimisation must be one of {', '.join(_OPTIMISATION_LEVELS)}, "
@@ -152,10 +166,7 @@ def open_session(
         raise InputError(
             f"expected an ONNX graph at {model}, found no file. Export the bundle again."
         )
-    if options.provider == "cuda" and (obstacle := cuda_obstacle(options.device_id)):
-        raise ProviderError(
-            f"provider cuda was requested, but {obstacle.missing}. To fix it: {obstacle.remedy}"
-        )
+    _require_libraries(options)
     try:
         session = _create(model, options, graph, files)
     except native.NotImplemented as error:
@@ -202,7 +213,7 @@ def provider_settings(options: SessionOptions) -> dict[str, str]:
     defaults: dict[str, str] = {}
     if options.runtime != SessionOptions.runtime:
         defaults = {"runtime": options.runtime}
-    if options.provider == "cuda":
+    if options.device == "cuda":
         # TF32 rounds the factors of a product to 10 bits of mantissa; off, so that CPU, CUDA and
         # torch agree.
         defaults = {"device_id": str(options.device_id), "use_tf32": "0"}
@@ -232,6 +243,23 @@ def assigned_nodes(session: onnxruntime.InferenceSession) -> dict[str, int]:
     return dict(counts)
 
 
+def _require_libraries(options: SessionOptions) -> None:
+    """Raises ProviderError if the GPU, its driver or a library is missing."""
+    if options.provider == "cpu":
+        return
+    find = cuda_obstacle
+    if options.provider == "tensorrt":
+        find = tensorrt_obstacle
+        if tf32(options) == "off":
+            # onnxruntime has no option for it; NVIDIA's libraries read the variable.
+            os.environ["NVIDIA_TF32_OVERRIDE"] = "0"
+    if obstacle := find(options.device_id):
+        raise ProviderError(
+            f"provider {options.provider} was requested, but {obstacle.missing}. "
+            f"To fix it: {obstacle.remedy}"
+        )
+
+
 def _create(
     model: Path, options: SessionOptions, graph: bytes | None, files: Mapping[str, Path]
 ) -> onnxruntime.InferenceSession:
@@ -254,23 +282,33 @@ def _create(
         settings.enable_profiling = True
         settings.profile_file_prefix = str(options.profile / model.stem)
     mapped = [] if graph is None else _named_files(settings, model, files)
-    provider = _PROVIDER_NAMES[options.provider], provider_settings(options)
+    given = provider_settings(options)
     more: dict[str, list[str]] = {}
-    if options.provider == "cuda":
+    if options.device == "cuda":
         # Another stream of the user's would run the graphs of a model in no order.
-        provider[1]["user_compute_stream"] = str(cuda_stream(options.device_id).handle)
+        given["user_compute_stream"] = str(cuda_stream(options.device_id).handle)
         more = {"disabled_optimizers": _NOT_ON_CUDA}
         # Its CUDA code warns on stderr, outside of any session, of each ScatterND and device.
         onnxruntime.set_default_logger_severity(_LOG_FATAL_ONLY)
     session = onnxruntime.InferenceSession(
         str(model) if graph is None else graph,
         settings,
-        providers=[provider],
+        providers=_requested(options.provider, given),
         enable_fallback=0,
         **more,
     )
     del mapped  # onnxruntime read them until here
     return session
+
+
+def _requested(provider: Provider, given: Mapping[str, str]) -> list[tuple[str, dict[str, str]]]:
+    """Returns the providers of a session with their options: TensorRT's are followed by CUDA's."""
+    if provider != "tensorrt":
+        return [(_PROVIDER_NAMES[provider], dict(given))]
+    shared = {"device_id", "user_compute_stream"}
+    own = {name: given[name] for name in given if name in shared or name.startswith("trt_")}
+    rest = {name: given[name] for name in given if name in shared or name not in own}
+    return [(_PROVIDER_NAMES[provider], own), (_PROVIDER_NAMES["cuda"], rest)]
 
 
 def _named_files(

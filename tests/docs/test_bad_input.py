@@ -475,7 +475,7 @@ def remake(place: Path) -> None:
     assert path.exists()
 
 
-@spoils("CUDA requested but absent")
+@spoils("CUDA requested but absent", "TensorRT requested but absent")
 def need_no_cuda(place: Path) -> None:
     if check_cuda().status == "ok":
         pytest.skip("CUDA can run here")

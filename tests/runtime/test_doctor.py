@@ -94,6 +94,20 @@ def test_cuda_is_a_fault_only_where_a_gpu_goes_unused(
     }
 
 
+@pytest.mark.parametrize(("missing", "status"), [(True, "warning"), (False, "fault")])
+def test_tensorrt_has_a_line_where_cuda_works(
+    monkeypatch: pytest.MonkeyPatch, missing: bool, status: str
+) -> None:
+    obstacle = cuda.CudaObstacle("libnvinfer is missing", "install it", True) if missing else None
+    monkeypatch.setattr(cuda, "tensorrt_obstacle", lambda device_id=0: obstacle)
+    monkeypatch.setattr(doctor, "check_cuda", lambda: Check("cuda", "ok", "works"))
+    check = named("tensorrt")
+    assert check.status == status
+    assert check.remedy
+    monkeypatch.setattr(doctor, "check_cuda", lambda: Check("cuda", "fault", "no", "install it"))
+    assert "tensorrt" not in [check.name for check in diagnose()]
+
+
 PACKAGES = Path(onnxruntime.__file__).parent.parent
 VERSION = onnxruntime.__version__
 IN_ONE_FOLDER = (

@@ -27,7 +27,7 @@ from transferry.runtime.decoding.generation_options import (
 )
 from transferry.runtime.errors import UsageError
 from transferry.runtime.hardware import instruction_sets
-from transferry.runtime.ort.cuda import cuda_compute_capability
+from transferry.runtime.ort.cuda import cuda_compute_capability, tensorrt_version
 from transferry.runtime.ort.session import SessionOptions, provider_settings
 from transferry.runtime.proof.certificates.envelope import (
     MALFORMED,
@@ -56,9 +56,10 @@ class Cell:
 
     Attributes:
         variant: Name of the variant.
-        provider: "cpu" or "cuda".
+        provider: "cpu", "cuda" or "tensorrt".
         optimisation: How far onnxruntime may rewrite the graphs.
-        hardware: The CPU's instruction sets, or the GPU's compute capability.
+        hardware: The CPU's instruction sets, or the GPU's compute capability, and TensorRT's
+            version.
         settings: Settings of the provider, TF32 among them.
     """
 
@@ -72,8 +73,10 @@ class Cell:
     def of(cls, variant: Variant, options: SessionOptions) -> Cell:
         """Returns the cell of a session on this machine."""
         hardware = "+".join(instruction_sets()) or "unknown"
-        if options.provider == "cuda":
+        if options.device == "cuda":
             hardware = f"sm_{cuda_compute_capability(options.device_id)}"
+        if options.provider == "tensorrt":
+            hardware += f"+tensorrt_{tensorrt_version()}"
         settings = {k: v for k, v in provider_settings(options).items() if k != "device_id"}
         return cls(variant.name, options.provider, options.optimisation, hardware, settings)
 

@@ -24,7 +24,7 @@ from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.specs import Variant
 from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.engine.engine import Engine
-from transferry.runtime.errors import AllocationError, TransferryError
+from transferry.runtime.errors import AllocationError, ProviderError, TransferryError
 from transferry.runtime.ort.cuda import CudaStream, StagingBuffer, cuda_obstacle, cuda_stream
 from transferry.runtime.ort.encoder import EncoderModel
 from transferry.runtime.ort.open_model import ServedDecoder, ServedModel, open_model
@@ -77,6 +77,15 @@ def without_each_library(folder: Path) -> dict[str, str]:
         found[name] = in_child(partial(obstacle, name))
         away.rename(folder / name)
     return found
+
+
+def without_tensorrt(bundle: Bundle) -> str:
+    """How a variant is refused."""
+    try:
+        open_model(bundle, bundle.variant(), SessionOptions("tensorrt"))
+    except ProviderError as error:
+        return str(error)
+    return "opened"
 
 
 def obstacle_of(driver: dict[str, int]) -> str:
@@ -245,6 +254,7 @@ def main(folder: Path, folders: list[Path]) -> dict[str, Any]:
     for name, driver in {"old": {"driver": 12090}, "none": {"devices": 0}}.items():
         record[name] = in_child(partial(obstacle_of, driver))
     cases = list(variants_for_cuda(list(map(opened, folders))))
+    record["tensorrt"] = in_child(partial(without_tensorrt, cases[0][1]))
     # Before this process opens a session: its arena would have memory for all that follow.
     ends = {name: ends_without_memory(bundle, variant) for name, bundle, variant in cases}
     device = Simulated()

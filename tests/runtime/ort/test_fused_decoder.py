@@ -23,7 +23,7 @@ from transferry.runtime.ort.fused_decoder import (
     SPARE_COLUMNS,
     FusedDecoder,
 )
-from transferry.runtime.ort.session import Provider, SessionOptions
+from transferry.runtime.ort.session import Device, SessionOptions
 
 Logits = NDArray[np.floating[Any]]
 Integers = NDArray[np.int64]
@@ -39,7 +39,7 @@ def decoder(fast_bundle_folder: Path) -> FusedDecoder:
 
 
 @pytest.mark.parametrize(
-    ("d_head", "kind", "provider", "rows"),
+    ("d_head", "kind", "device", "rows"),
     [
         (64, "float32", "cpu", 128),
         (64, "int8", "cpu", 256),
@@ -47,13 +47,11 @@ def decoder(fast_bundle_folder: Path) -> FusedDecoder:
         (64, "bfloat16", "cuda", 1024),
     ],
 )
-def test_a_large_cache_has_half_the_rows(
-    d_head: int, kind: str, provider: Provider, rows: int
-) -> None:
+def test_a_large_cache_has_half_the_rows(d_head: int, kind: str, device: Device, rows: int) -> None:
     shape = "batch", 4, "columns", d_head
     past, cross = TensorSpec("past", "past", kind, shape), TensorSpec("cross", "cross", kind, shape)
     graph = GraphSpec("decoder.onnx", inputs=(past, cross) * 6, outputs=())
-    assert default_batches(graph, provider).rows == rows
+    assert default_batches(graph, device).rows == rows
 
 
 def started(decoder: FusedDecoder, sources: Sequence[Sequence[int]] = SOURCES) -> FusedState:

@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from transferry.runtime.doctor import PRODUCT_GRAPH
 from transferry.runtime.errors import InputError, ProviderError, UsageError
 from transferry.runtime.ort import cuda
-from transferry.runtime.ort.cuda import CudaObstacle, cuda_obstacle
+from transferry.runtime.ort.cuda import CudaObstacle, cuda_obstacle, tensorrt_obstacle
 from transferry.runtime.ort.session import (
     Provider,
     SessionOptions,
@@ -43,9 +44,11 @@ def obstacle(device_id: int = 0) -> CudaObstacle:
 def working_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """A machine on which nothing seems to be missing; each test takes one thing away."""
     driver = cuda._Driver(status=0, devices=2, cuda_major=99)
-    providers = ["CUDAExecutionProvider", "CPUExecutionProvider"]
+    providers = ["TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"]
     monkeypatch.setattr(cuda, "_query_driver", lambda: driver)
     monkeypatch.setattr(cuda, "_preload_cuda_libraries", lambda: "")
+    monkeypatch.setattr(cuda, "_tensorrt_library", lambda name: object())
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "unset")
     monkeypatch.setattr(cuda, "_stream", lambda device_id: SimpleNamespace(handle=77))
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: providers)
     monkeypatch.setattr(onnxruntime, "cuda_version", "13.0")
@@ -179,8 +182,30 @@ def test_names_missing_libraries_and_keeps_stdout_clean(
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.parametrize("away", ["driver", "build", "libraries"])
+def test_names_what_tensorrt_lacks(
+    graph: Path, working_cuda: pytest.MonkeyPatch, away: str
+) -> None:
+    missing = "no NVIDIA driver"
+    if away == "driver":
+        working_cuda.setattr(cuda, "_query_driver", lambda: None)
+    elif away == "build":
+        missing = "has no TensorRT in it"
+        found = ["CUDAExecutionProvider", "CPUExecutionProvider"]
+        working_cuda.setattr(onnxruntime, "get_available_providers", lambda: found)
+    else:
+        missing = "TensorRT's libraries are missing: .*nvinfer.*10.*: pip install"
+        working_cuda.setattr(cuda, "_tensorrt_library", lambda name: None)
+    with pytest.raises(
+        ProviderError, match=f"provider tensorrt was requested, but .*{missing}"
+    ) as e:
+        open_session(graph, SessionOptions("tensorrt"))
+    assert (e.value.exit_code, "\n" in str(e.value)) == (5, False)
+
+
 def test_nothing_is_missing_where_all_is_there(working_cuda: pytest.MonkeyPatch) -> None:
     assert cuda_obstacle(device_id=1) is None
+    assert tensorrt_obstacle(device_id=1) is None
 
 
 class SilentFallback:
@@ -207,21 +232,32 @@ class Subgraph:
 
 
 @pytest.mark.parametrize(
-    ("providers", "nodes"),
+    ("provider", "providers", "nodes"),
     [
-        (["CPUExecutionProvider"], {}),
-        (["CPUExecutionProvider"], {"CPUExecutionProvider": 7}),
-        (["CUDAExecutionProvider", "CPUExecutionProvider"], {"CPUExecutionProvider": 7}),
+        ("cuda", ["CPUExecutionProvider"], {}),
+        ("cuda", ["CPUExecutionProvider"], {"CPUExecutionProvider": 7}),
+        ("cuda", ["CUDAExecutionProvider", "CPUExecutionProvider"], {"CPUExecutionProvider": 7}),
+        ("tensorrt", ["CUDAExecutionProvider", "CPUExecutionProvider"], {}),
+        ("tensorrt", ["TensorrtExecutionProvider"], {"CUDAExecutionProvider": 7}),
     ],
-    ids=["an empty CPU session", "a CPU session", "a CUDA session with every node on the CPU"],
+    ids=[
+        *("an empty CPU session", "a CPU session", "a CUDA session with every node on the CPU"),
+        *("a CUDA session", "a TensorRT session with every node on CUDA"),
+    ],
 )
 def test_a_silent_fallback_is_refused(
-    graph: Path, working_cuda: pytest.MonkeyPatch, providers: list[str], nodes: dict[str, int]
+    graph: Path,
+    working_cuda: pytest.MonkeyPatch,
+    provider: Provider,
+    providers: list[str],
+    nodes: dict[str, int],
 ) -> None:
     fallback = SilentFallback(providers, nodes)
     working_cuda.setattr(onnxruntime, "InferenceSession", lambda *_, **__: fallback)
-    with pytest.raises(ProviderError, match=r"CPUExecutionProvider.*transferry doctor"):
-        open_session(graph, SessionOptions(provider="cuda"))
+    with pytest.raises(
+        ProviderError, match=rf"{provider} was.*ExecutionProvider.*transferry doctor"
+    ):
+        open_session(graph, SessionOptions(provider))
 
 
 def test_asks_for_cuda_without_tf32_and_without_fallback(
@@ -245,6 +281,28 @@ def test_asks_for_cuda_without_tf32_and_without_fallback(
 
     open_session(graph, dataclasses.replace(options, provider_options={"use_tf32": "1"}))
     assert asked["providers"][0][1]["use_tf32"] == "1"
+
+
+@pytest.mark.parametrize(("use_tf32", "variable"), [("0", "0"), ("1", "unset")])
+def test_asks_for_tensorrt_before_cuda_on_one_stream(
+    graph: Path, working_cuda: pytest.MonkeyPatch, use_tf32: str, variable: str
+) -> None:
+    asked: list[Any] = []
+
+    def create(*_: Any, providers: Any, **settings: Any) -> SilentFallback:
+        asked.extend(providers)
+        assert settings["enable_fallback"] == 0
+        return SilentFallback(["TensorrtExecutionProvider"], {"TensorrtExecutionProvider": 1})
+
+    working_cuda.setattr(onnxruntime, "InferenceSession", create)
+    given = {"trt_timing_cache_enable": "True", "use_tf32": use_tf32}
+    open_session(graph, SessionOptions("tensorrt", device_id=1, provider_options=given))
+    shared = {"device_id": "1", "user_compute_stream": "77"}
+    assert asked == [
+        ("TensorrtExecutionProvider", {**shared, "trt_timing_cache_enable": "True"}),
+        ("CUDAExecutionProvider", {**shared, "use_tf32": use_tf32}),
+    ]
+    assert os.environ["NVIDIA_TF32_OVERRIDE"] == variable
 
 
 def test_tells_a_broken_file_from_a_broken_provider(

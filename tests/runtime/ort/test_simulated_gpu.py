@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ import pytest
 from tests.conftest import CHECKOUT
 from tests.runtime.ort.simulated_gpu import build, provider_library
 from transferry.runtime.doctor import check_cuda
+from transferry.runtime.ort.cuda import _TENSORRT_LIBRARIES
 
 # Operators that onnxruntime leaves to the CPU because their inputs lie there: sizes of tensors.
 OF_SIZES = {"Add", "Concat", "Less", "Reshape", "Squeeze", "Sub"}
@@ -102,6 +104,22 @@ def test_each_missing_part_is_named(record: dict[str, Any]) -> None:
         assert found[name] in ("", "elsewhere")
     assert "supports CUDA 12, and onnxruntime" in record["old"]
     assert "offers no GPU (cuInit answered 100)" in record["none"]
+
+
+def test_tensorrt_without_its_libraries_is_refused(record: dict[str, Any]) -> None:
+    """Those that onnxruntime's provider is linked with; CUDA's are checked before."""
+    provider = provider_library()
+    assert provider is not None
+    own = provider.with_name("libonnxruntime_providers_tensorrt.so")
+    needed = subprocess.run(["readelf", "-d", own], check=True, capture_output=True, text=True)
+    linked = re.findall(r"\[(lib(?:cudnn|nv)\S+)\]", needed.stdout)
+    assert sorted(linked) == sorted(_TENSORRT_LIBRARIES)
+    missing = ", ".join(_TENSORRT_LIBRARIES)
+    reason = f"provider tensorrt was requested, but TensorRT's libraries are missing: {missing}. "
+    assert record["tensorrt"].startswith(
+        f'{reason}To fix it: pip install "tensorrt-cu13-libs==10.*"'
+    )
+    assert "\n" not in record["tensorrt"]
 
 
 def require_sound(name: str, found: dict[str, Any]) -> None:

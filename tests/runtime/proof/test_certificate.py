@@ -444,6 +444,15 @@ def test_each_provider_is_served_its_own(plain: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(certificate_module, "cuda_compute_capability", lambda device: "9.0")
     bundle = with_variants(plain, "cpu-fp32", "cuda-fp16")
     assert chosen(bundle, "cuda") == "portable"
+    # TensorRT takes none that writes its cache in place, and no certificate of CUDA.
+    assert chosen(bundle, "tensorrt") == "portable"
+    with pytest.raises(UsageError, match="provider tensorrt runs variants of standard operators"):
+        open_model(bundle, bundle.variant("cuda-fp16"), SessionOptions("tensorrt"))
+    on_cuda, on_tensorrt = (
+        Cell.of(bundle.variant(), SessionOptions(each)) for each in ("cuda", "tensorrt")
+    )
+    assert dataclasses.replace(on_cuda, hardware=on_tensorrt.hardware) != on_tensorrt
+    assert on_tensorrt.hardware == f"{on_cuda.hardware}+tensorrt_unknown"
     portable = dataclasses.replace(bundle.variant("portable"), providers=("cpu",))
     variants = {**bundle.manifest.variants, "portable": portable}
     bundle = dataclasses.replace(
