@@ -1,26 +1,23 @@
 """How fast does an encoder-only model embed texts, beside other engines?
 
-    pip install ".[export,peers]" openvino fastembed sentence-transformers
+    pip install ".[export,peers,openvino]"
     python benchmarks/encoders.py MODEL BUNDLE TEXT [--variants cpu-fp32,cpu-int8] [--tokens 0,200]
         [--rows 512] [--rounds 9] [--quick]
 
 On the CPU: texts in, means of the last hidden states out, unnormalised. MODEL is a folder of
 transformers, BUNDLE the export of its import. For each number of `--tokens` the text is cut into
 paragraphs of about so many tokens; with 0 each line is a text. The peers: CTranslate2's Encoder,
-converted from MODEL, with its int8 beside an int8 variant; in float32 OpenVINO and FastEmbed
-(onnxruntime), converted from MODEL, sentence-transformers and transformers. FastEmbed and
-sentence-transformers read the text by themselves, the others ids of the bundle's tokenizer, in
-batches of similar length. Batch size and threads of each are tuned, rounds interleaved. `distance`
-is the largest difference of a vector's number from torch's, over the largest number. `ratio` is the
-engine's texts per second over a peer's, by median time. The last line is JSON. `--quick` takes
-about two minutes for a variant.
+converted from MODEL, with its int8 beside an int8 variant; in float32 OpenVINO, converted from
+MODEL, and transformers. All read ids of the bundle's tokenizer, in batches of similar length. Batch
+size and threads of each are tuned, rounds interleaved. `distance` is the largest difference of a
+vector's number from torch's, over the largest number. `ratio` is the engine's texts per second over
+a peer's, by median time. The last line is JSON. `--quick` takes about two minutes for a variant.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -52,9 +49,7 @@ Embedding = Callable[[Sequence[str], int], NDArray[np.float32]]
 Means = Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.float32]]
 
 ENGINE, TORCH = "engine", "transformers"
-PACKAGES = (
-    *("ctranslate2", "fastembed", "openvino", "sentence-transformers", "transformers", "torch"),
-)
+PACKAGES = "ctranslate2", "openvino", "transformers", "torch"
 # Rows per batch to try.
 BATCH_ROWS = (2, 4, 8, 16, 32, 64)
 
@@ -202,54 +197,6 @@ def open_openvino(model: Path, bundle: Bundle) -> dict[str, Embedding]:
     return {f"1 x {usable_cores()}": Batched(bundle, means)}
 
 
-def open_sentence_transformers(model: Path) -> dict[str, Embedding]:
-    """Opens the model in float32, with means alone after it."""
-    from sentence_transformers import SentenceTransformer, models
-
-    inner = models.Transformer(str(model))
-    pooling = models.Pooling(inner.get_word_embedding_dimension(), "mean")
-    opened = SentenceTransformer(modules=[inner, pooling], device="cpu")
-
-    def vectors(texts: Sequence[str], rows: int) -> NDArray[np.float32]:
-        return np.asarray(opened.encode(list(texts), batch_size=rows))
-
-    return {f"1 x {usable_cores()}": vectors}
-
-
-def open_fastembed(model: Path, folder: Path) -> dict[str, Embedding]:
-    """Converts the model to ONNX and opens it in float32."""
-    from fastembed import TextEmbedding
-    from fastembed.common.model_description import ModelSource, PoolingType
-
-    names = {"input_ids": {0: "rows", 1: "length"}, "attention_mask": {0: "rows", 1: "length"}}
-    path = folder / "fastembed"
-    shutil.copytree(model, path)
-    torch.onnx.export(
-        Hidden(model),
-        Hidden.EXAMPLE,
-        str(path / "model.onnx"),
-        input_names=list(names),
-        dynamic_axes=names,
-        dynamo=False,
-    )
-    width = json.loads((model / "config.json").read_text())["hidden_size"]
-    TextEmbedding.add_custom_model(
-        model="own",
-        pooling=PoolingType.MEAN,
-        normalization=False,
-        sources=ModelSource(hf="own/own"),
-        dim=width,
-        model_file="model.onnx",
-    )
-    found = {"specific_model_path": str(path), "threads": usable_cores()}
-    opened = TextEmbedding("own", providers=["CPUExecutionProvider"], **found)
-
-    def vectors(texts: Sequence[str], rows: int) -> NDArray[np.float32]:
-        return np.stack([*opened.embed(list(texts), batch_size=rows)])
-
-    return {f"1 x {usable_cores()}": vectors}
-
-
 def cut_texts(lines: Sequence[str], bundle: Bundle, rows: int, tokens: int) -> list[str]:
     """Returns the first lines, or paragraphs of about `tokens` tokens cut from the whole text."""
     if not tokens:
@@ -299,8 +246,6 @@ def open_sides(arguments: argparse.Namespace, variant: str, folder: Path) -> dic
     opening: dict[str, Callable[[], dict[str, Embedding]]] = {
         f"CTranslate2 {precision}": partial(open_ctranslate2, model, bundle, folder, precision),
         "OpenVINO float32": partial(open_openvino, model, bundle),
-        "FastEmbed float32": partial(open_fastembed, model, folder),
-        "sentence-transformers float32": partial(open_sentence_transformers, model),
     }
     sides = {ENGINE: open_engine(arguments.bundle, variant)}
     sides[TORCH] = open_transformers(model, bundle)

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 
 from environment import environment
-from marian_model import batched_answers, marian_model, torch_rows, transformers_rows
 from transferry.build_model.train.corpus import builtin_pairs
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.decoding.batching import BatchOptions
@@ -288,17 +287,14 @@ def prompts_of(bundle: Bundle, rows: int) -> Any:
     return [bundle.tokenizer.decode([each for each in row if each not in ids]) for row in sources]
 
 
-def open_transformers(setup: Setup, model: str, bundle: Bundle) -> Callable[[int, int], Work]:
-    """Opens the same weights in transformers, on the GPU in float16."""
+def open_transformers(
+    setup: Setup, model: str, bundle: Bundle
+) -> Callable[[int, int], Work] | None:
+    """Opens the same weights in transformers, on the GPU in float16; none where it wrote none."""
     import transformers
 
     if model == "small":
-        from transferry.build_model.checkpoint import load_checkpoint
-
-        loaded = load_checkpoint(setup.folder / model / "checkpoint")
-        marian = marian_model(loaded).to(setup.provider, setup.kind)
-        rows_of = partial(transformers_rows, marian)
-        return partial(_answers, setup, rows_of, bundle)
+        return None
     kind = transformers.AutoModel if model == "bert" else transformers.AutoModelForCausalLM
     folder = setup.folder / model / "model"
     return partial(_torch_work, setup, _loaded(kind, setup, folder), bundle)
@@ -306,16 +302,6 @@ def open_transformers(setup: Setup, model: str, bundle: Bundle) -> Callable[[int
 
 def _loaded(kind: Any, setup: Setup, folder: Path) -> Any:
     return kind.from_pretrained(folder, dtype=setup.kind).to(setup.provider).eval()
-
-
-def _answers(setup: Setup, rows_of: Any, bundle: Bundle, rows: int, beam: int) -> Work:
-    texts, options = prompts_of(bundle, rows), setup.search(beam)
-
-    def answer() -> Sequence[Sequence[int]]:
-        found = batched_answers(rows_of, bundle.tokenizer, texts, options, rows)
-        return [each.tokens for each in found]
-
-    return answer
 
 
 def _torch_work(setup: Setup, opened: Any, bundle: Bundle, rows: int, beam: int) -> Work:
@@ -346,10 +332,19 @@ def open_reference(setup: Setup, model: str, bundle: Bundle) -> Callable[[int, i
     if model != "small":
         return None
     from transferry.build_model.checkpoint import load_checkpoint
+    from transferry.build_model.model.transformer import greedy
 
-    loaded = load_checkpoint(setup.folder / model / "checkpoint")
-    loaded.model.to(setup.provider, setup.kind)
-    return partial(_answers, setup, partial(torch_rows, loaded), bundle)
+    opened = load_checkpoint(setup.folder / model / "checkpoint").model
+    opened.to(setup.provider, setup.kind)
+    special, most = bundle.tokenizer.special, setup.new_tokens
+
+    def work_of(rows: int, beam: int) -> Work:
+        ids = torch.tensor(sources_of(bundle, rows), device=setup.provider)
+        given = opened, ids, torch.ones_like(ids, dtype=torch.bool)
+        # No token ends an answer, as in the engine.
+        return lambda: greedy(*given, bos_id=special.bos_id, eos_id=-1, max_length=most)
+
+    return work_of
 
 
 def stage_compiled(setup: Setup, model: str) -> dict[str, Any]:

@@ -7,7 +7,6 @@
 
 SHAPE is one of:
 
-    gpt2      GPT-2 small with a vocabulary of 8,000: 92 million parameters
     llama     a Llama with 4 key-value heads and a vocabulary of 8,000: 100 million
     bert      BERT-base: 109 million
     minilm    all-MiniLM-L6-v2: 23 million
@@ -33,15 +32,6 @@ from transferry.runtime.errors import TransferryError, require
 
 VOCABULARY = 8000
 BERT_VOCABULARY = 30522
-
-
-def gpt2(layers: int = 12) -> Any:
-    """Returns GPT-2 small, whose last token ends a text."""
-    end = VOCABULARY - 1
-    config = transformers.GPT2Config(
-        vocab_size=VOCABULARY, n_layer=layers, bos_token_id=end, eos_token_id=end
-    )
-    return transformers.GPT2LMHeadModel(config)
 
 
 def llama(layers: int = 14) -> Any:
@@ -74,24 +64,6 @@ def minilm(layers: int = 6) -> Any:
         intermediate_size=1536,
     )
     return transformers.BertModel(config)
-
-
-def write_gpt2_tokenizer(lines: Sequence[str], folder: Path) -> None:
-    """Writes vocab.json and merges.txt; <|endoftext|> has the last id of the model."""
-    import tokenizers
-
-    byte_level = tokenizers.pre_tokenizers.ByteLevel
-    trained = tokenizers.Tokenizer(tokenizers.models.BPE())
-    trained.pre_tokenizer = byte_level(add_prefix_space=False)
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=VOCABULARY - 1, initial_alphabet=byte_level.alphabet(), show_progress=False
-    )
-    trained.train_from_iterator(lines, trainer)
-    trained.model.save(str(folder))
-    ids = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
-    ids |= {f"<|unused{number}|>": number for number in range(len(ids), VOCABULARY - 1)}
-    ids["<|endoftext|>"] = VOCABULARY - 1
-    (folder / "vocab.json").write_text(json.dumps(ids), encoding="utf-8")
 
 
 def write_llama_tokenizer(lines: Sequence[str], folder: Path) -> None:
@@ -135,7 +107,6 @@ def write_bert_tokenizer(lines: Sequence[str], folder: Path) -> None:
 
 
 SHAPES: dict[str, tuple[Callable[..., Any], Callable[[Sequence[str], Path], None]]] = {
-    "gpt2": (gpt2, write_gpt2_tokenizer),
     "llama": (llama, write_llama_tokenizer),
     "bert": (bert, write_bert_tokenizer),
     "minilm": (minilm, write_bert_tokenizer),

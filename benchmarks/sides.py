@@ -15,12 +15,11 @@ from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.hardware import usable_cores
-from transferry.runtime.ort.session import Provider, SessionOptions
+from transferry.runtime.ort.session import SessionOptions
 
 # Rows per batch to try. For the engine a row is a hypothesis, for CTranslate2 a sentence, as in
 # their own options.
 BATCH_ROWS = {"engine": (64, 128, 192, 256, 384, 512, 768), "ctranslate2": (8, 16, 32, 64, 128)}
-CUDA_BATCH_ROWS = (256, 512, 1024, 2048, 4096)
 # A batch that is less than this share slower is preferred if it is smaller: it takes less memory,
 # and differences of this size are noise.
 SLACK = 0.02
@@ -39,7 +38,6 @@ class Side:
         tokenizer: Folder of the tokenizer for CTranslate2.
         replicas: Concurrent batches.
         threads: Threads per batch.
-        provider: Execution provider of the engine.
     """
 
     name: Literal["engine", "ctranslate2"]
@@ -48,7 +46,6 @@ class Side:
     tokenizer: str = ""
     replicas: int = 1
     threads: int = 1
-    provider: Provider = "cpu"
 
     def tune(
         self,
@@ -66,7 +63,7 @@ class Side:
             repeats: Timed runs of each setting.
         """
         opened = {side: side.open() for side in self._layouts()}
-        sizes = CUDA_BATCH_ROWS if self.provider == "cuda" else BATCH_ROWS[self.name]
+        sizes = BATCH_ROWS[self.name]
         if sentences is not None:
             sizes = (sentences * (options.beam if self.name == "engine" else 1),)
         side, rows = fastest(
@@ -81,12 +78,9 @@ class Side:
         return Tuned(side, rows, opened[side])
 
     def _layouts(self) -> list[Side]:
-        if self.provider == "cpu":
-            cores = usable_cores()
-            layouts = dict.fromkeys([(cores, 1), (1, cores)])
-            return [replace(self, replicas=count, threads=threads) for count, threads in layouts]
-        # With two replicas, one waits for the GPU while the other prepares a step.
-        return [replace(self, replicas=replicas) for replicas in (1, 2)]
+        cores = usable_cores()
+        layouts = dict.fromkeys([(cores, 1), (1, cores)])
+        return [replace(self, replicas=count, threads=threads) for count, threads in layouts]
 
     def open(self) -> Answering:
         """Opens the model."""
@@ -99,7 +93,7 @@ class Side:
     def _open_engine(self) -> Answering:
         engine = Engine.load(
             self.folder,
-            SessionOptions(self.provider, self.threads),
+            SessionOptions(threads=self.threads),
             variant=self.kind,
             replicas=self.replicas,
         )

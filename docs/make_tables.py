@@ -1,7 +1,7 @@
 """Writes the tables of model types, of speed and of runtimes into their pages: `make docs`.
 
 Runs are recorded by `python benchmarks/throughput.py ... | tail -1 >> benchmarks/throughput.jsonl`
-and `python benchmarks/runtimes.py BUNDLE... >> benchmarks/runtimes.jsonl`.
+and, at c9889d2, by `python benchmarks/runtimes.py BUNDLE... >> benchmarks/runtimes.jsonl`.
 """
 
 import json

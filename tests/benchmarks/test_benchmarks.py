@@ -4,33 +4,26 @@ import dataclasses
 import json
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from busy import Busy
 from ctranslate2_model import CTranslate2Model, write_ctranslate2
 from environment import processor
-from marian_model import batched_answers, marian_model, torch_rows, transformers_rows
 from rounds import compare, fastest, interleaved
 from sentences import Answer, engine_answers, fixed_sentences, search_options
 from sides import Side
-from step_profile import Clock, by_operator, by_stage, open_engine, read_trace
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint
 from transferry.build_model.model.transformer import Transformer
 from transferry.build_model.train.corpus import builtin_pairs
 from transferry.export.torch_model import TorchDecoder
-from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.decoding.search import search
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.errors import InputError, UsageError
-from transferry.runtime.ort.session import SessionOptions
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 TEXTS = [pair.source for pair in builtin_pairs(24, seed=3)]
@@ -145,58 +138,11 @@ def test_int8_is_computed_in_int8(checkpoint: Checkpoint, run_folder: Path, tmp_
         (dict(output_transform=True), "output_transform"),
     ],
 )
-@pytest.mark.parametrize("peer", ["ctranslate2", "marian"])
-def test_what_a_peer_cannot_hold_is_refused(
-    checkpoint: Checkpoint, tmp_path: Path, changes: dict[str, Any], field: str, peer: str
+def test_what_ctranslate2_cannot_hold_is_refused(
+    checkpoint: Checkpoint, tmp_path: Path, changes: dict[str, Any], field: str
 ) -> None:
-    model = of_shape(checkpoint, **changes)
     with pytest.raises(UsageError, match=f"needs {field} "):
-        if peer == "marian":
-            pytest.importorskip("transformers", reason="not installed")
-            marian_model(model)
-        else:
-            write_ctranslate2(model, tmp_path, "float32")
-
-
-@pytest.mark.parametrize(
-    "changes", [{}, dict(activation="gelu", output_bias=True, encoder_layers=2, heads=4)]
-)
-def test_the_marian_model_gives_our_logits_and_tokens(
-    checkpoint: Checkpoint, changes: dict[str, Any]
-) -> None:
-    pytest.importorskip("transformers", reason="not installed")
-    model = of_shape(checkpoint, **changes)
-    marian, ours = marian_model(model), model.model
-    random = np.random.default_rng(0)
-    source, target = (
-        torch.from_numpy(random.integers(3, ours.config.vocabulary_size, (3, length)))
-        for length in (9, 7)
-    )
-    mask = torch.arange(9) < torch.tensor([[9], [4], [6]])
-    with torch.inference_mode():
-        expected = ours(source, mask, target)
-        found = marian(
-            input_ids=source, attention_mask=mask.long(), decoder_input_ids=target
-        ).logits
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    for beam in (1, 4):
-        options = search_options(beam, 20)
-
-        def generate(*rows: Any) -> list[list[int]]:
-            return transformers_rows(marian, *rows)
-
-        answers = batched_answers(generate, model.tokenizer, TEXTS, options, 5)
-        assert tokens_of(answers) == our_tokens(model, TEXTS, options)
-
-
-def test_the_torch_loop_gives_our_tokens(checkpoint: Checkpoint) -> None:
-    options = search_options(1, 20)
-
-    def generate(*rows: Any) -> list[list[int]]:
-        return torch_rows(checkpoint, *rows)
-
-    answers = batched_answers(generate, checkpoint.tokenizer, TEXTS, options, 5)
-    assert tokens_of(answers) == our_tokens(checkpoint, TEXTS, options)
+        write_ctranslate2(of_shape(checkpoint, **changes), tmp_path, "float32")
 
 
 def test_sentences_of_one_length_keep_it(checkpoint: Checkpoint) -> None:
@@ -270,58 +216,6 @@ def test_ratios_are_of_medians_and_of_rounds() -> None:
     assert found["sentences_per_second"] == {"ours": 5.0, "theirs": 2.5}
 
 
-def test_inner_stages_are_not_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    clock = Clock()
-
-    def wait(seconds: float) -> None:
-        now[0] += seconds
-
-    run = clock.timed("in onnxruntime", wait)
-
-    def step() -> None:
-        wait(1)
-        run(4)
-        wait(2)
-
-    def pick() -> None:
-        step_with_clock()
-        wait(8)
-        step_with_clock()
-
-    step_with_clock = clock.timed("step", step)
-    clock.timed("picking", pick)()
-    assert clock.seconds == {"step, in onnxruntime": 8, "step": 6, "picking": 8}
-
-
-def test_stages_and_operators_of_a_run(bundle_folder: Path) -> None:
-    bundle = Bundle.load(bundle_folder)
-    engine = open_engine(bundle, bundle.variant(), SessionOptions(), 8)
-    stages, results = by_stage(engine, TEXTS, search_options(1, 20), 1)
-    assert [result.source for result in results] == TEXTS
-    assert {"start, in onnxruntime", "step, in onnxruntime", "picking", "tokenizer"} <= set(stages)
-    operators = by_operator(bundle, bundle.variant(), 8, TEXTS, search_options(1, 20))
-    assert set(operators) == {"encoder", "decoder", "select"}
-    # Three batches of eight, each encoded once.
-    assert operators["encoder"]["Gather"]["calls"] == 3
-    assert operators["decoder"]["between operators"]["seconds"] >= 0
-
-
-def test_nodes_of_a_branch_are_not_counted_twice() -> None:
-    def ran(operator: str, microseconds: int) -> dict[str, Any]:
-        name = f"node_{operator}_kernel_time"
-        return {"cat": "Node", "name": name, "dur": microseconds, "args": {"op_name": operator}}
-
-    run = {"cat": "Session", "name": "model_run", "dur": 100}
-    found = read_trace("decoder", [ran("Gather", 10), ran("Softmax", 50), ran("If", 55), run])
-    assert found == {
-        "Softmax": {"seconds": 5e-05, "calls": 1},
-        "between operators": {"seconds": 4e-05, "calls": 0},
-        "Gather": {"seconds": 1e-05, "calls": 1},
-    }
-
-
 def printed(script: str, *arguments: Path | str) -> list[str]:
     """Runs a benchmark as a process; returns the lines that it prints, the last of them JSON."""
     result = subprocess.run(
@@ -332,21 +226,6 @@ def printed(script: str, *arguments: Path | str) -> list[str]:
     )
     assert result.returncode == 0, result.stderr
     return result.stdout.splitlines()
-
-
-@pytest.mark.parametrize(
-    "runtime", ["onnxruntime", pytest.param("openvino", marks=pytest.mark.optional("openvino"))]
-)
-def test_variants_and_runtimes_of_a_bundle_are_compared(
-    bundle_folder: Path, tmp_path: Path, runtime: str
-) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("\n".join(TEXTS) + "\n", encoding="utf-8")
-    side = f"{bundle_folder}:portable:{runtime}"
-    options = ["--rows", "4", "--rounds", "1", "--new-tokens", "6", "--batch-rows", "2"]
-    record = json.loads(printed("bundles.py", text, bundle_folder, side, *options)[-1])
-    assert record["same"] == {side: 4}
-    assert record["tokens"] == dict.fromkeys([str(bundle_folder), side], 4 * 6)
 
 
 @pytest.mark.optional("ctranslate2")
@@ -389,22 +268,3 @@ def test_both_sides_can_be_held_to_the_same_sentences_per_batch(
         assert len(sizes) == 2 * len(opened)
         opened.clear()
         sizes.clear()
-
-
-def test_a_share_is_the_mean_of_what_was_asked_meanwhile() -> None:
-    asked = threading.Event()
-    shares = iter([0.0, 0.5, 1.0])
-
-    def share() -> float:
-        try:
-            return next(shares)
-        except StopIteration:
-            asked.set()
-            return 0.5
-
-    with Busy(share, every=0.001) as busy:
-        assert asked.wait(60)
-    assert busy.mean == pytest.approx(0.5)
-    with Busy(share, every=60) as busy:
-        pass
-    assert busy.mean is None

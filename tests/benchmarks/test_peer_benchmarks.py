@@ -1,15 +1,13 @@
-"""The benchmarks of decoder-only and encoder-only models: all sides do the same work."""
+"""The benchmark of encoder-only models, and the shapes of models: all sides do the same work."""
 
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import encoders
-import generators
 import shapes
 from environment import processor
 from tests.build_model.importing.huggingface.small_models import save
@@ -24,11 +22,9 @@ pytestmark = pytest.mark.usefixtures("traces")
 TEXTS = [pair.source for pair in builtin_pairs(24, seed=3)]
 
 
-def measured(
-    script: Any, kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *options: str
-) -> None:
-    """Runs a benchmark on a small random model."""
-    save(kind, folder / "model")
+def measured(folder: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> None:
+    """Runs the benchmark on a small random model."""
+    save("bert", folder / "model")
     import_pretrained(folder / "model", folder / "run")
     contents = Contents(variants=["cpu-fp32"])
     unverified(load_checkpoint(folder / "run"), folder / "bundle", contents)
@@ -36,25 +32,14 @@ def measured(
     text.write_text("\n".join(TEXTS) + "\n", encoding="utf-8")
     paths = [str(folder / "model"), str(folder / "bundle"), str(text)]
     options = (*options, "--variants", "cpu-fp32", "--rows", "8", "--rounds", "1")
-    monkeypatch.setattr(sys, "argv", [script.__name__, *paths, *options])
-    script.main()
-
-
-def test_generate_of_transformers_gives_the_engines_tokens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = ("--prompts", "3,9", "--new-tokens", "5")
-    measured(generators, "gpt2", tmp_path, monkeypatch, *options)
-    record = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert [cell["prompt"] for cell in record["cells"]] == [3, 9]
-    for cell in record["cells"]:
-        assert cell["peers"]["transformers"]["same"] == "8/8"
+    monkeypatch.setattr(sys, "argv", ["encoders", *paths, *options])
+    encoders.main()
 
 
 def test_the_peers_give_the_engines_vectors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    measured(encoders, "bert", tmp_path, monkeypatch, "--tokens", "0,20")
+    measured(tmp_path, monkeypatch, "--tokens", "0,20")
     *printed, record = capsys.readouterr().out.splitlines()
     cells = json.loads(record)["cells"]
     assert [cell["tokens"] for cell in cells] == [0, 20]
@@ -67,16 +52,14 @@ def test_the_peers_give_the_engines_vectors(
     assert all(line.endswith(processor()) for line in results)
 
 
-@pytest.mark.parametrize(
-    ("shape", "millions"), [("gpt2", 92), ("llama", 100), ("bert", 109), ("minilm", 23)]
-)
+@pytest.mark.parametrize(("shape", "millions"), [("llama", 100), ("bert", 109), ("minilm", 23)])
 def test_a_shape_has_the_parameters_that_it_says(shape: str, millions: int) -> None:
     with torch.device("meta"):
         model = shapes.SHAPES[shape][0]()
     assert round(model.num_parameters() / 1e6) == millions
 
 
-@pytest.mark.parametrize("shape", ["gpt2", "llama", "minilm"])
+@pytest.mark.parametrize("shape", ["llama", "minilm"])
 def test_a_random_shape_can_be_imported(
     shape: str,
     tmp_path: Path,
