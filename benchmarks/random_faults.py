@@ -15,33 +15,11 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from planted_values import (
-    FLOATS,
-    WHOLE,
-    Generator,
-    any_of,
-    beside_tokens,
-    change_everywhere,
-    change_where,
-    clipped,
-    compared,
-    drawn,
-    graph_input,
-    input_axis,
-    like,
-    narrowed,
-    neighbours,
-    places_of,
-    size_of,
-    some_axis,
-    some_change,
-    some_value,
-    times,
-    waved,
-)
-from random_file_faults import FILE_PLANTS, Plant, Tokens
+import planted_values as on
+from planted_values import Site, Wrong, described, everywhere, op, somewhere
+from random_file_faults import FILE_PLANTS
 from transferry.export.faults.fault import Fault
-from transferry.export.subject.bundle_copy import BundleCopy, add, constant, replace
+from transferry.export.subject.bundle_copy import BundleCopy, add, replace
 
 FACTORS = (1.001, 1.01, 1.1, 0.5, -1.0)
 FIRST_ROWS = (1, 7, 8, 33, 64, 100, 200)  # of a batch, that are right
@@ -66,8 +44,11 @@ OPERATORS = {
 }
 
 
+PLANTS: on.Plants = []
+
+
 def random_faults(
-    count: int, tokens: Tokens, *, seed: int = 0, plants: Sequence[tuple[str, Plant]] = ()
+    count: int, tokens: on.Tokens, *, seed: int = 0, plants: Sequence[tuple[str, on.Plant]] = ()
 ) -> Iterator[Fault]:
     """Yields faults, of each kind in turn.
 
@@ -86,275 +67,231 @@ def random_faults(
         yield Fault(f"{name} (seed {seed}, {number})", planted, everywhere=True)
 
 
-def _planted(plant: Plant, seed: tuple[int, int], tokens: Tokens, copy: BundleCopy) -> str:
-    return plant(copy, np.random.default_rng(seed), tokens)
+def _planted(plant: on.Plant, seed: tuple[int, int], tokens: on.Tokens, copy: BundleCopy) -> str:
+    return plant(Site(copy, np.random.default_rng(seed), tokens))
 
 
-# Values, and their changes.
+@everywhere(PLANTS, "a value scaled")
+def _scaled(site: Site) -> Wrong:
+    value, factor = site.value(), site.choice(FACTORS)
+    return Wrong(value, partial(on.times, factor), f" times {factor:g}")
 
 
-# Kinds.
+@everywhere(PLANTS, "noise by value")
+def _noisy(site: Site) -> Wrong:
+    value, size = site.value(), site.choice((1e-3, 1e-2))
+    return Wrong(value, partial(on.waved, size, 1e4), f" plus {size:g} sin(10000 x)")
 
 
-def _scaled(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
-    value, factor = some_value(copy, generator), float(generator.choice(FACTORS))
-    name = value.name
-    change_everywhere(value, partial(times, factor))
-    return f"{name} times {factor:g}"
+@everywhere(PLANTS, "a nonlinear output")
+def _nonlinear_output(site: Site) -> Wrong:
+    value = site.output("logits", "hidden", "head")
+    return Wrong(value, partial(on.waved, 0.008, 50.0), " plus 0.008 sin(50 x)")
 
 
-def _noisy(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
-    value = some_value(copy, generator)
-    name, size = value.name, float(generator.choice((1e-3, 1e-2)))
-    change_everywhere(value, partial(waved, size, 1e4))
-    return f"{name} plus {size:g} sin(10000 x)"
-
-
-def _nonlinear_output(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
-    names = ("logits", "hidden", "head")
-    found = [
-        value
-        for each in copy.graphs.values()
-        for value in each.graph.outputs
-        if value.name in names
-    ]
-    value = drawn(copy, generator, found, "logits")
-    name = value.name
-    change_everywhere(value, partial(waved, 0.008, 50.0))
-    return f"{name} plus 0.008 sin(50 x)"
-
-
-def _lower_precision(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
-    value = some_value(copy, generator)
-    if value.dtype in WHOLE:
-        raise copy.absent("a lower precision of integers")
-    kind = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)[generator.integers(2)]
-    name = value.name
-    change_everywhere(value, partial(narrowed, kind))
-    return f"{name} in {kind.name}"
-
-
-def _clip(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
-    value, bound = some_value(copy, generator), float(generator.choice(BOUNDS))
-    name = value.name
-    bound *= 50 if value.dtype in WHOLE else 1
-    change_everywhere(value, partial(clipped, bound))
-    return f"{name} clipped at {bound:g}"
-
-
-def _late_rows(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
-    value, first = some_value(copy, generator), int(generator.choice(FIRST_ROWS))
-    name, (change, words) = value.name, some_change(generator)
-    change_where(
-        value, compared("GreaterOrEqual", first, lambda honest: places_of(honest, 0)), change
+@everywhere(PLANTS, "a lower precision")
+def _lower_precision(site: Site) -> Wrong:
+    value = site.value()
+    if value.dtype in on.WHOLE:
+        raise site.copy.absent("a lower precision of integers")
+    kind = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)[site.integer(2)]
+    return Wrong(
+        value,
+        lambda honest: op(honest, "CastLike", op(honest, "Cast", honest, to=kind), honest),
+        f" in {kind.name}",
     )
-    return f"{name}, rows from {first} on, {words}"
 
 
-def _embedding_late(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
-    first = int(generator.choice(FIRST_ROWS))
-    found = [
-        node.outputs[0]
-        for node in copy.nodes("Gather")
-        if node.inputs[0] in copy.named("embedding.weight")
-    ]
-    value = drawn(copy, generator, found, "embedded tokens")
-    at = compared("GreaterOrEqual", first, lambda honest: places_of(honest, 0))
-    change_where(value, at, partial(times, 2.0))
+@everywhere(PLANTS, "a value clipped")
+def _clip(site: Site) -> Wrong:
+    value, bound = site.value(), site.choice(BOUNDS)
+    bound *= 50 if value.dtype in on.WHOLE else 1
+    return Wrong(
+        value,
+        lambda honest: op(honest, "Max", op(honest, "Min", honest, bound), -bound),
+        f" clipped at {bound:g}",
+    )
+
+
+@somewhere(PLANTS, "rows late in a batch")
+def _late_rows(site: Site) -> Wrong:
+    value, first = site.value(), site.choice(FIRST_ROWS)
+    return Wrong(value, on.places("GreaterOrEqual", first, 0), f", rows from {first} on")
+
+
+@described(PLANTS, "embeddings late in a batch")
+def _embedding_late(site: Site) -> str:
+    first = site.choice(FIRST_ROWS)
+    weights = site.copy.named("embedding.weight")
+    found = [node.outputs[0] for node in site.copy.nodes("Gather") if node.inputs[0] in weights]
+    value = site.drawn(found, "embedded tokens")
+    replace(value, on.where(on.places("GreaterOrEqual", first, 0), partial(on.times, 2.0)))
     return f"the embedding of rows from {first} on is doubled"
 
 
-def _of_length(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
-    (value, axis), length = some_axis(copy, generator), int(generator.integers(*LENGTHS))
-    name, (change, words) = value.name, some_change(generator)
-    change_where(value, compared("Equal", length, lambda honest: size_of(honest, axis)), change)
-    return f"{name}, where axis {axis} has {length} entries, {words}"
+@somewhere(PLANTS, "one length")
+def _of_length(site: Site) -> Wrong:
+    (value, axis), length = site.axis(), site.integer(*LENGTHS)
+    words = f", where axis {axis} has {length} entries"
+    return Wrong(value, lambda honest: op(honest, "Equal", on.size_of(honest, axis), length), words)
 
 
-def _at_place(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
-    (value, axis), place = some_axis(copy, generator), int(generator.integers(*LENGTHS))
-    name, (change, words) = value.name, some_change(generator)
-    change_where(value, compared("Equal", place, lambda honest: places_of(honest, axis)), change)
-    return f"{name}, entry {place} of axis {axis}, {words}"
+@somewhere(PLANTS, "one position")
+def _at_place(site: Site) -> Wrong:
+    (value, axis), place = site.axis(), site.integer(*LENGTHS)
+    return Wrong(value, on.places("Equal", place, axis), f", entry {place} of axis {axis}")
 
 
-def _of_input_size(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
+@somewhere(PLANTS, "one size of an input")
+def _of_input_size(site: Site) -> Wrong:
     """Where a graph is run with a batch, a source or a past of one size."""
-    value = some_value(copy, generator)
-    (source, axis), size = input_axis(copy, generator, value), int(generator.integers(*LENGTHS))
-    name, (change, words) = value.name, some_change(generator)
-    change_where(value, compared("Equal", size, lambda honest: size_of(source, axis)), change)
-    return f"{name}, where axis {axis} of {source.name} has {size} entries, {words}"
+    value = site.value()
+    (source, axis), size = site.input_axis(value), site.integer(*LENGTHS)
+    words = f", where axis {axis} of {source.name} has {size} entries"
+    return Wrong(value, lambda honest: op(honest, "Equal", on.size_of(source, axis), size), words)
 
 
-def _with_token(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
-    value, given = beside_tokens(copy, generator, "source", "target")
-    row = tokens[int(generator.integers(len(tokens)))]
-    token = int(row[int(generator.integers(len(row)))])
-    name, (change, words) = value.name, some_change(generator)
+@somewhere(PLANTS, "with one token")
+def _with_token(site: Site) -> Wrong:
+    value, given = site.beside_tokens("source", "target")
+    row = site.tokens[site.integer(len(site.tokens))]
+    token = int(row[site.integer(len(row))])
+    return Wrong(
+        value,
+        lambda honest: on.any_of(honest, op(honest, "Equal", given, token), given),
+        f", where {given.name} has token {token}",
+    )
 
-    def holds(honest: ir.Value) -> ir.Value:
-        return any_of(honest, add(honest, "Equal", given, constant(honest, token)), given)
 
-    change_where(value, holds, change)
-    return f"{name}, where {given.name} has token {token}, {words}"
-
-
-def _with_pair(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
-    value, given = beside_tokens(copy, generator, "source")
-    pairs = list(pairwise(tokens[int(generator.integers(len(tokens)))]))
-    one, other = (int(each) for each in pairs[generator.integers(len(pairs))])
-    name, (change, words) = value.name, some_change(generator)
+@somewhere(PLANTS, "with one pair of tokens")
+def _with_pair(site: Site) -> Wrong:
+    value, given = site.beside_tokens("source")
+    pairs = list(pairwise(site.tokens[site.integer(len(site.tokens))]))
+    pair = [int(each) for each in site.drawn(pairs)]
 
     def holds(honest: ir.Value) -> ir.Value:
-        first, after = neighbours(given, 1)
-        alike = (
-            add(honest, "Equal", value, constant(honest, token))
-            for value, token in ((first, one), (after, other))
-        )
-        return any_of(honest, add(honest, "And", *alike), given)
+        alike = map(partial(op, honest, "Equal"), on.neighbours(given, 1), pair)
+        return on.any_of(honest, on.both(honest, *alike), given)
 
-    change_where(value, holds, change)
-    return f"{name}, where {given.name} has tokens {one}, {other}, {words}"
+    return Wrong(value, holds, f", where {given.name} has tokens {pair[0]}, {pair[1]}")
 
 
-def _padded(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
-    value = some_value(copy, generator, "source_mask", "past_mask")
-    given = graph_input(value, "source_mask", "past_mask")
-    assert given is not None
-    name, (change, words) = value.name, some_change(generator)
-    change_where(value, lambda honest: any_of(honest, add(honest, "Not", given), given), change)
-    return f"{name}, where {given.name} has padding, {words}"
+@somewhere(PLANTS, "with padding")
+def _padded(site: Site) -> Wrong:
+    value, mask = site.beside("source_mask", "past_mask")
+    words = f", where {mask.name} has padding"
+    return Wrong(value, lambda honest: on.any_of(honest, op(honest, "Not", mask), mask), words)
 
 
-def _other_token(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
-    inputs = [
-        value
-        for model in copy.graphs.values()
-        for value in model.graph.inputs
-        if value.name in ("source", "target")
-    ]
-    value = drawn(copy, generator, inputs, "token ids among the inputs")
-    size = copy.config.vocabulary_size
-    token, other = (int(each) for each in generator.choice(size, 2, replace=False))
+@everywhere(PLANTS, "one token")
+def _other_token(site: Site) -> Wrong:
+    inputs = site.inputs("source", "target")
+    value = site.drawn(inputs, "token ids among the inputs")
+    size = site.copy.config.vocabulary_size
+    token, other = (int(each) for each in site.generator.choice(size, 2, replace=False))
 
     def wrong(honest: ir.Value) -> ir.Value:
-        alike = add(honest, "Equal", honest, constant(honest, token))
-        return add(honest, "Where", alike, constant(honest, other), honest)
+        alike = op(honest, "Equal", honest, token)
+        return op(honest, "Where", alike, other, honest)
 
-    replace(value, wrong)
-    return f"{value.name}: token {token} read as {other}"
+    return Wrong(value, wrong, f": token {token} read as {other}")
 
 
-def _wrong_index(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
+@everywhere(PLANTS, "an index off")
+def _wrong_index(site: Site) -> Wrong:
     """One entry of the input of rows, columns, cells or positions is off by one."""
     found = [
         value
-        for model in copy.graphs.values()
+        for model in site.copy.graphs.values()
         for value in model.graph.inputs
-        if value.dtype == ir.DataType.INT64 and value.name not in ("source", "target")
+        if value.dtype == on.INT64 and value.name not in ("source", "target")
         if value.shape is not None and len(value.shape)
     ]
-    value = drawn(copy, generator, found, "indices among the inputs")
-    place = int(generator.integers(6))
-    by = int(generator.choice((-1, 1)))
+    value = site.drawn(found, "indices among the inputs")
+    place, by = site.integer(6), site.choice((-1, 1))
 
-    def wrong(honest: ir.Value) -> ir.Value:
-        zero, moved = (
-            constant(honest, 0),
-            add(honest, "Add", honest, constant(honest, by)),
-        )
-        return add(honest, "Max", moved, zero)
+    def moved(honest: ir.Value) -> ir.Value:
+        return op(honest, "Max", op(honest, "Add", honest, by), 0)
 
-    change_where(value, compared("Equal", place, lambda honest: places_of(honest, 0)), wrong)
-    return f"{value.name}, entry {place}, plus {by}"
+    return Wrong(
+        value, on.where(on.places("Equal", place, 0), moved), f", entry {place}, plus {by}"
+    )
 
 
-def _wrong_integer(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
+@everywhere(PLANTS, "an integer off")
+def _wrong_integer(site: Site) -> Wrong:
     """A position, size or index that a graph computes is one larger."""
     found = [
         output
-        for model in copy.graphs.values()
+        for model in site.copy.graphs.values()
         for node in model.graph
         for output in node.outputs
-        if output.dtype == ir.DataType.INT64
+        if output.dtype == on.INT64
     ]
-    value = drawn(copy, generator, found, "integers")
-    name = value.name
-    change_everywhere(value, lambda honest: add(honest, "Add", honest, constant(honest, 1)))
-    return f"{name} plus 1"
+    value = site.drawn(found, "integers")
+    return Wrong(value, lambda honest: op(honest, "Add", honest, 1), " plus 1")
 
 
-def _output_entry(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
+@described(PLANTS, "an entry of an output")
+def _output_entry(site: Site) -> str:
     """One entry of the last axis of an output of a graph: a segment, a candidate, a channel."""
     found = [
         value
-        for model in copy.graphs.values()
+        for model in site.copy.graphs.values()
         for value in model.graph.outputs
         if value.shape is not None and len(value.shape) and value.dtype is not None
     ]
-    value = drawn(copy, generator, found, "outputs")
+    value = site.drawn(found, "outputs")
     assert value.shape is not None
-    axis, place = len(value.shape) - 1, int(generator.integers(8))
-    name = value.name
-    at = compared("Equal", place, lambda honest: places_of(honest, axis))
+    place, name = site.integer(8), value.name
 
-    def wrong(honest: ir.Value) -> ir.Value:
-        if honest.dtype in FLOATS:
-            return times(1.01, honest)
-        return add(honest, "Add", honest, like(honest, 1.0))
+    def more(honest: ir.Value) -> ir.Value:
+        floats = honest.dtype in on.FLOATS
+        return on.times(1.01, honest) if floats else op(honest, "Add", honest, 1.0)
 
-    def changed(honest: ir.Value) -> ir.Value:
-        return add(honest, "Where", at(honest), wrong(honest), honest)
-
-    replace(value, changed, outside=True)
+    replace(value, on.where(on.places("Equal", place, len(value.shape) - 1), more), outside=True)
     return f"entry {place} of the last axis of output {name}: 1 % or 1 more"
 
 
-def _stale_rows(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
+@described(PLANTS, "stale rows")
+def _stale_rows(site: Site) -> str:
     """After a selection or a move, one row of one state is the copy of the row before it."""
     found = [
         value
-        for name, model in copy.graphs.items()
+        for name, model in site.copy.graphs.items()
         if name in ("select", "move", "gather", "place")
         for value in model.graph.outputs
         if value.shape is not None and len(value.shape)
     ]
-    value = drawn(copy, generator, found, "graphs that move rows")
-    row = int(generator.integers(1, 8))
-    name = value.name
+    value = site.drawn(found, "graphs that move rows")
+    row, name = site.integer(1, 8), value.name
 
     def wrong(honest: ir.Value) -> ir.Value:
-        places = add(honest, "Squeeze", places_of(honest, 0), _others_of(honest))
-        at = add(honest, "Equal", places, constant(honest, row))
-        before = add(honest, "Sub", places, constant(honest, 1))
-        return add(honest, "Gather", honest, add(honest, "Where", at, before, places), axis=0)
+        assert honest.shape is not None
+        others = list(range(1, len(honest.shape)))
+        own = op(honest, "Squeeze", on.places_of(honest, 0), others)
+        at = op(honest, "Equal", own, row)
+        rows = op(honest, "Where", at, op(honest, "Sub", own, 1), own)
+        return op(honest, "Gather", honest, rows, axis=0)
 
     replace(value, wrong, outside=True)
     return f"row {row} of {name} is row {row - 1}"
 
 
-def _others_of(value: ir.Value) -> ir.Value:
-    assert value.shape is not None
-    return constant(value, list(range(1, len(value.shape))))
-
-
-def _attribute(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
+@described(PLANTS, "an attribute")
+def _attribute(site: Site) -> str:
     """Any attribute of any operator: a float 1 % or an epsilon 100 times larger, an integer off."""
     found = [
         (node, attribute)
-        for model in copy.graphs.values()
+        for model in site.copy.graphs.values()
         for node in model.graph.all_nodes()
         for attribute in node.attributes.values()
         if attribute.type in (ir.AttributeType.FLOAT, ir.AttributeType.INT, ir.AttributeType.INTS)
         and node.op_type not in ("Cast", "Constant")
     ]
-    if not found:
-        raise copy.absent("attributes")
-    kinds = sorted({node.op_type for node, _ in found})
-    kind = kinds[generator.integers(len(kinds))]
+    kind = site.drawn(sorted({node.op_type for node, _ in found}), "attributes")
     found = [each for each in found if each[0].op_type == kind]
-    node, attribute = drawn(copy, generator, found, "attributes")
+    node, attribute = site.drawn(found, "attributes")
     name, before = attribute.name, attribute.value
     wrong: Any
     if attribute.type == ir.AttributeType.FLOAT:
@@ -364,24 +301,26 @@ def _attribute(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
     else:
         wrong = ir.AttrInt64s(name, [*before[:-2], *reversed(before[-2:])])
     if wrong.value == before:
-        raise copy.absent(f"another {name}")
+        raise site.copy.absent(f"another {name}")
     node.attributes[name] = wrong
     return f"{name} of {kind}, output {node.outputs[0].name}: {before} became {wrong.value}"
 
 
-def _operator(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
-    nodes = [node for node in copy.nodes(*OPERATORS) if not node.attributes]
-    node = drawn(copy, generator, nodes, "operators with a twin")
+@described(PLANTS, "another operator")
+def _operator(site: Site) -> str:
+    nodes = [node for node in site.copy.nodes(*OPERATORS) if not node.attributes]
+    node = site.drawn(nodes, "operators with a twin")
     others = OPERATORS[node.op_type]
-    other, name = others[generator.integers(len(others))], node.outputs[0].name
+    other, name = site.drawn(others), node.outputs[0].name
     replace(node.outputs[0], lambda honest: add(honest, other, *node.inputs))
     return f"{node.op_type} of {name} is {other}"
 
 
-def _rewired(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
+@described(PLANTS, "another edge")
+def _rewired(site: Site) -> str:
     """An input of an operator is another value of the same type and shape."""
     found = []
-    for model in copy.graphs.values():
+    for model in site.copy.graphs.values():
         earlier: dict[Any, list[ir.Value]] = {}
         for node in model.graph:
             for index, value in enumerate(node.inputs):
@@ -391,51 +330,26 @@ def _rewired(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
             for output in node.outputs:
                 if output.shape is not None:
                     earlier.setdefault((output.dtype, str(output.shape)), []).append(output)
-    node, index, other = drawn(copy, generator, found, "values of one shape")
+    node, index, other = site.drawn(found, "values of one shape")
     before = node.inputs[index]
     node.replace_input_with(index, other)
     name = node.outputs[0].name
     return f"{node.op_type} of {name} reads {other.name} for {before and before.name}"
 
 
-def _skipped(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
+@described(PLANTS, "an operator skipped")
+def _skipped(site: Site) -> str:
     nodes = [
         node
-        for node in copy.nodes("Add", "Mul", "LayerNormalization", "Relu", "Gelu", "Softmax")
+        for node in site.copy.nodes("Add", "Mul", "LayerNormalization", "Relu", "Gelu", "Softmax")
         if node.outputs[0].shape is not None
     ]
-    node = drawn(copy, generator, nodes, "operators to skip")
+    node = site.drawn(nodes, "operators to skip")
     output = node.outputs[0]
     alike = [v for v in node.inputs if v is not None and str(v.shape) == str(output.shape)]
     first = alike[0] if alike else node.inputs[0]
     if first is None or first.is_initializer():
-        raise copy.absent(f"an input of {node.op_type} of the shape of its output")
+        raise site.copy.absent(f"an input of {node.op_type} of the shape of its output")
     honest = first
     replace(output, lambda _: add(honest, "Identity", honest))
     return f"{node.op_type} of {output.name} skipped"
-
-
-PLANTS: tuple[tuple[str, Plant], ...] = (
-    ("a value scaled", _scaled),
-    ("noise by value", _noisy),
-    ("a nonlinear output", _nonlinear_output),
-    ("a lower precision", _lower_precision),
-    ("a value clipped", _clip),
-    ("rows late in a batch", _late_rows),
-    ("embeddings late in a batch", _embedding_late),
-    ("one length", _of_length),
-    ("one position", _at_place),
-    ("one size of an input", _of_input_size),
-    ("with one token", _with_token),
-    ("with one pair of tokens", _with_pair),
-    ("with padding", _padded),
-    ("one token", _other_token),
-    ("an index off", _wrong_index),
-    ("an integer off", _wrong_integer),
-    ("an entry of an output", _output_entry),
-    ("stale rows", _stale_rows),
-    ("an attribute", _attribute),
-    ("another operator", _operator),
-    ("another edge", _rewired),
-    ("an operator skipped", _skipped),
-)

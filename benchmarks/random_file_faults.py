@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace as changed
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias
@@ -12,18 +12,15 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from planted_values import Generator, drawn
+from planted_values import Plants, Site, described
 from transferry.export.faults.weight_faults import RANKS_FILE
 from transferry.export.rewrite.calibration import CALIBRATION, Calibration
-from transferry.export.subject.bundle_copy import BundleCopy
 from transferry.runtime.bundle.manifest import MANIFEST
 from transferry.runtime.proof.recorded import Reference
 from transferry.runtime.tokenizer.special_tokens import SETTINGS_FILE, read_settings
 
 Array: TypeAlias = NDArray[Any]
-Tokens: TypeAlias = Sequence[Sequence[int]]
-# Plants a fault with numbers of a generator; the tokens are those of texts.
-Plant: TypeAlias = Callable[[BundleCopy, Generator, Tokens], str]
+FILE_PLANTS: Plants = []
 
 # Each field of GenerationOptions that a bundle may have as a default, with another value.
 DEFAULTS: Mapping[str, Any] = {
@@ -56,104 +53,108 @@ DEFAULTS: Mapping[str, Any] = {
 }
 
 
-def _some_weight(copy: BundleCopy, generator: Generator, *, whole: bool = False) -> str:
+def _some_weight(site: Site, *, whole: bool = False) -> str:
     """Returns the name of a weight: floats, or with `whole` integers and their scales."""
-    names = copy.names()
+    names = site.copy.names()
     if whole:
         ends = ("int8", "scales", "input_scale", "input_zero", "blocks", "block_scales")
         names = [
             key
-            for model in copy.graphs.values()
+            for model in site.copy.graphs.values()
             for key in model.graph.initializers
             if key.rpartition(".")[2] in ends or key.startswith("scale.")
         ]
+    return site.drawn(names, "weights of integers").removeprefix("model.")
+
+
+def _matrix(site: Site) -> str:
+    names = [name for name in site.copy.names() if site.copy.array(name).ndim == 2]
     if not names:
-        raise copy.absent("weights of integers")
-    return str(names[generator.integers(len(names))]).removeprefix("model.")
+        raise site.copy.absent("matrices")
+    return str(site.choice(names))
 
 
-def _matrix(copy: BundleCopy, generator: Generator) -> str:
-    names = [name for name in copy.names() if copy.array(name).ndim == 2]
-    if not names:
-        raise copy.absent("matrices")
-    return str(generator.choice(names))
-
-
-def _wrong_weight(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
-    name = _some_weight(copy, generator)
+@described(FILE_PLANTS, "a weight off")
+def _wrong_weight(site: Site) -> str:
+    name = _some_weight(site)
 
     def change(array: Array) -> Array:
         flat = array.reshape(-1)
-        place = generator.integers(len(flat))
+        place = site.generator.integers(len(flat))
         flat[place] = flat[place] * 1.01 if flat[place] else 1e-3
         return array
 
-    copy.edit(name, change)
+    site.copy.edit(name, change)
     return f"one entry of {name} off by 1 %"
 
 
-def _wrong_integer(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
-    name = _some_weight(copy, generator, whole=True)
+@described(FILE_PLANTS, "an integer or scale of a weight off")
+def _wrong_integer(site: Site) -> str:
+    name = _some_weight(site, whole=True)
 
     def change(array: Array) -> Array:
         flat = array.reshape(-1)
-        place = generator.integers(len(flat))
+        place = site.generator.integers(len(flat))
         if array.dtype.kind in "iu":
             flat[place] = flat[place] + 1 if flat[place] < 127 else flat[place] - 1
         else:
             flat[place] *= 1.01
         return flat.reshape(array.shape)
 
-    copy.edit(name, change)
+    site.copy.edit(name, change)
     return f"one entry of {name} is 1 or 1 % larger"
 
 
-def _row_gone(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
-    name = _matrix(copy, generator)
+@described(FILE_PLANTS, "a row of a weight gone")
+def _row_gone(site: Site) -> str:
+    name = _matrix(site)
 
     def change(array: Array) -> Array:
-        array[generator.integers(len(array))] = 0
+        array[site.integer(len(array))] = 0
         return array
 
-    copy.edit(name, change)
+    site.copy.edit(name, change)
     return f"a row of {name} is 0"
 
 
-def _rows_swapped(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
-    name = _matrix(copy, generator)
-    pair = generator.choice(len(copy.array(name)), 2, replace=False)
+@described(FILE_PLANTS, "rows of a weight swapped")
+def _rows_swapped(site: Site) -> str:
+    name = _matrix(site)
+    pair = site.generator.choice(len(site.copy.array(name)), 2, replace=False)
 
     def change(array: Array) -> Array:
         array[pair] = array[pair[::-1]]
         return array
 
-    copy.edit(name, change)
+    site.copy.edit(name, change)
     return f"rows {pair[0]} and {pair[1]} of {name} changed places"
 
 
-def _rounded_weight(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
-    name, kinds = _some_weight(copy, generator), (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
-    kind = kinds[generator.integers(2)]
-    copy.edit(name, lambda array: array.astype(kind.numpy()).astype(array.dtype))
+@described(FILE_PLANTS, "a weight rounded")
+def _rounded_weight(site: Site) -> str:
+    name, kinds = _some_weight(site), (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+    kind = kinds[site.integer(2)]
+    site.copy.edit(name, lambda array: array.astype(kind.numpy()).astype(array.dtype))
     return f"{name} in {kind.name}"
 
 
-def _small_constant(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
+@described(FILE_PLANTS, "a constant off")
+def _small_constant(site: Site) -> str:
     """A constant of a few entries in a graph, or in the body of an If or a Loop."""
     found = [
         (value.name, value)
-        for model in copy.graphs.values()
+        for model in site.copy.graphs.values()
         for graph in (model.graph, *model.graph.subgraphs())
         for value in graph.initializers.values()
         if value.const_value is not None and value.const_value.nbytes < 1024
     ]
-    name, value = drawn(copy, generator, found, "small constants")
+    name, value = site.drawn(found, "small constants")
     assert value.const_value is not None
     array = value.const_value.numpy().copy()
     flat = array.reshape(-1)
     if not len(flat):
-        raise copy.absent("entries of a constant")
-    place = generator.integers(len(flat))
+        raise site.copy.absent("entries of a constant")
+    place = site.generator.integers(len(flat))
     if array.dtype == np.bool_:
         flat[place] = not flat[place]
     elif array.dtype.kind in "iu":
@@ -164,21 +165,22 @@ def _small_constant(copy: BundleCopy, generator: Generator, tokens: Tokens) -> s
     return f"constant {name}, entry {place}, off"
 
 
-def _calibration(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
+@described(FILE_PLANTS, "a calibration range off")
+def _calibration(site: Site) -> str:
     """The range of one layer's input, in the calibration and in the graphs alike."""
-    name = PurePosixPath(copy.variant.reference).with_name(CALIBRATION).as_posix()
-    path = copy.folder / name
+    name = PurePosixPath(site.copy.variant.reference).with_name(CALIBRATION).as_posix()
+    path = site.copy.folder / name
     if not path.is_file():
-        raise copy.absent("calibration")
-    found, factor = Calibration.load(path), float(generator.choice((0.25, 0.5, 1.5, 4.0)))
-    base = str(generator.choice(sorted(found.activations)))
+        raise site.copy.absent("calibration")
+    found, factor = Calibration.load(path), site.choice((0.25, 0.5, 1.5, 4.0))
+    base = str(site.generator.choice(sorted(found.activations)))
     activation = found.activations[base]
     scale = float(np.float32(activation.scale * factor))
     activations = {**found.activations, base: changed(activation, scale=scale)}
     changed(found, activations=activations).save(path)
-    copy.write(name, path.read_bytes())
+    site.copy.write(name, path.read_bytes())
     for part in ("input_scale", "divided_scale"):
-        for model in copy.graphs.values():
+        for model in site.copy.graphs.values():
             if f"{base}.{part}" in model.graph.initializers:
                 value = model.graph.initializers[f"{base}.{part}"]
                 assert value.const_value is not None
@@ -187,23 +189,27 @@ def _calibration(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
     return f"{base}: the range of its input times {factor:g}"
 
 
-def _default(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
-    if not copy.config.decoder_layers:
-        raise copy.absent("defaults of generation")
+@described(FILE_PLANTS, "a default")
+def _default(site: Site) -> str:
+    if not site.copy.config.decoder_layers:
+        raise site.copy.absent("defaults of generation")
     names = sorted(DEFAULTS)
-    name = names[generator.integers(len(names))]
+    name = site.drawn(names)
     chosen = {name: DEFAULTS[name]}
     if name in ("temperature", "top_k", "top_p", "min_p", "typical_p"):
         chosen["sample"] = True
-    copy.manifest = changed(copy.manifest, generation={**copy.manifest.generation, **chosen})
+    site.copy.manifest = changed(
+        site.copy.manifest, generation={**site.copy.manifest.generation, **chosen}
+    )
     return f"defaults of generation: {chosen}"
 
 
-def _record(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
+@described(FILE_PLANTS, "the record")
+def _record(site: Site) -> str:
     """The recorded answers hold less, or something else."""
-    path = copy.folder / copy.variant.reference
+    path = site.copy.folder / site.copy.variant.reference
     found = Reference.load(path)
-    kind = int(generator.integers(7))
+    kind = site.integer(7)
     if not found.searches:
         kind %= 3
     searches = list(found.searches)
@@ -248,16 +254,17 @@ def _record(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
         ]
         new, words = changed(found, searches=cut), "answers of two tokens"
     new.save(path)
-    copy.write(copy.variant.reference, path.read_bytes())
-    return f"{copy.variant.reference}: {words}"
+    site.copy.write(site.copy.variant.reference, path.read_bytes())
+    return f"{site.copy.variant.reference}: {words}"
 
 
-def _special(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
+@described(FILE_PLANTS, "a special token")
+def _special(site: Site) -> str:
     """One special id or setting of the tokenizer."""
-    settings = read_settings(copy.folder)
+    settings = read_settings(site.copy.folder)
     special = settings["special"]
     names = sorted(special)
-    name = names[generator.integers(len(names))]
+    name = site.drawn(names)
     before = special[name]
     if isinstance(before, bool):
         special[name] = not before
@@ -267,29 +274,31 @@ def _special(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
         special[name] = [*before, 0]
     else:
         special[name] = 0
-    copy.write(SETTINGS_FILE, json.dumps(settings).encode())
+    site.copy.write(SETTINGS_FILE, json.dumps(settings).encode())
     return f"{SETTINGS_FILE}: {name} {before!r} became {special[name]!r}"
 
 
-def _ranks(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
-    path = copy.folder / RANKS_FILE
+@described(FILE_PLANTS, "ranks of the tokenizer")
+def _ranks(site: Site) -> str:
+    path = site.copy.folder / RANKS_FILE
     if not path.is_file():
-        raise copy.absent(RANKS_FILE)
+        raise site.copy.absent(RANKS_FILE)
     lines = path.read_bytes().splitlines(keepends=True)
-    place = int(generator.integers(256, len(lines) - 1))
+    place = site.integer(256, len(lines) - 1)
     one, other = (line.split() for line in lines[place : place + 2])
     lines[place : place + 2] = [b" ".join((other[0], one[1])), b" ".join((one[0], other[1]))]
-    copy.write(RANKS_FILE, b"\n".join(line.rstrip(b"\n") for line in lines) + b"\n")
+    site.copy.write(RANKS_FILE, b"\n".join(line.rstrip(b"\n") for line in lines) + b"\n")
     return f"{RANKS_FILE}: ranks {place} and {place + 1} changed places"
 
 
-def _head(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
+@described(FILE_PLANTS, "a setting of the head")
+def _head(site: Site) -> str:
     """One label, prompt or other setting of the head."""
-    head = copy.manifest.head
+    head = site.copy.manifest.head
     if head is None:
-        raise copy.absent("settings of a head")
+        raise site.copy.absent("settings of a head")
     found: dict[str, Any] = {
-        "longest": (head.longest or copy.config.max_positions) - 1,
+        "longest": (head.longest or site.copy.config.max_positions) - 1,
         "probabilities": "sigmoid" if head.probabilities != "sigmoid" else "softmax",
         "rank": "sigmoid" if head.rank != "sigmoid" else "none",
         "width": 3,
@@ -299,63 +308,51 @@ def _head(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
     if head.prompts:
         found["prompts"] = {key: f"{text} " for key, text in head.prompts.items()}
     names = sorted(found)
-    name = names[generator.integers(len(names))]
-    copy.manifest = changed(copy.manifest, head=changed(head, **{name: found[name]}))
+    name = site.drawn(names)
+    site.copy.manifest = changed(site.copy.manifest, head=changed(head, **{name: found[name]}))
     return f"{MANIFEST}: {name} of the head is {found[name]!r}"
 
 
-def _of_model(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
+@described(FILE_PLANTS, "the model's shape")
+def _of_model(site: Site) -> str:
     """One number or switch of the model's shape."""
     names = sorted(
-        name for name, value in copy.manifest.model.items() if isinstance(value, (int, float, bool))
+        name
+        for name, value in site.copy.manifest.model.items()
+        if isinstance(value, (int, float, bool))
     )
-    name = names[generator.integers(len(names))]
-    before = copy.manifest.model[name]
+    name = site.drawn(names)
+    before = site.copy.manifest.model[name]
     after = (not before) if isinstance(before, bool) else before + 1
-    copy.manifest = changed(copy.manifest, model={**copy.manifest.model, name: after})
+    site.copy.manifest = changed(
+        site.copy.manifest, model={**site.copy.manifest.model, name: after}
+    )
     return f"{MANIFEST}: {name} of the model {before!r} became {after!r}"
 
 
-def _file(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
+@described(FILE_PLANTS, "a file")
+def _file(site: Site) -> str:
     """A file is cut, emptied, missing, or has one byte changed; the manifest may vouch for it."""
-    names = sorted({spec.file for spec in copy.specs.values()} | {copy.variant.reference})
+    names = sorted({spec.file for spec in site.copy.specs.values()} | {site.copy.variant.reference})
     names += sorted(
-        str(each.relative_to(copy.folder).as_posix())
-        for each in copy.folder.rglob("*.bin")
+        str(each.relative_to(site.copy.folder).as_posix())
+        for each in site.copy.folder.rglob("*.bin")
         if each.name != "planted.bin"
     )
-    name = names[generator.integers(len(names))]
-    path: Path = copy.folder / name
+    name = site.drawn(names)
+    path: Path = site.copy.folder / name
     content = bytearray(path.read_bytes())
-    kind = int(generator.integers(3))
+    kind = site.integer(3)
     if kind == 0:
-        copy.truncate(name, vouched=bool(generator.integers(2)))
+        site.copy.truncate(name, vouched=bool(site.integer(2)))
         return f"{name} ends in the middle"
     if kind == 1:
-        copy.truncate(name, vouched=False)
+        site.copy.truncate(name, vouched=False)
         path.write_bytes(b"")
         return f"{name} is empty"
-    place = int(generator.integers(len(content)))
-    content[place] ^= 1 << int(generator.integers(8))
-    vouched = bool(generator.integers(2))
-    copy.truncate(name, vouched=vouched)  # the graphs are not written again
+    place = site.integer(len(content))
+    content[place] ^= 1 << site.integer(8)
+    vouched = bool(site.integer(2))
+    site.copy.truncate(name, vouched=vouched)  # the graphs are not written again
     path.write_bytes(bytes(content))
     return f"{name}, one bit of byte {place}, {'as' if vouched else 'not as'} in the manifest"
-
-
-FILE_PLANTS: tuple[tuple[str, Plant], ...] = (
-    ("a weight off", _wrong_weight),
-    ("an integer or scale of a weight off", _wrong_integer),
-    ("a row of a weight gone", _row_gone),
-    ("rows of a weight swapped", _rows_swapped),
-    ("a weight rounded", _rounded_weight),
-    ("a constant off", _small_constant),
-    ("a calibration range off", _calibration),
-    ("a default", _default),
-    ("the record", _record),
-    ("a special token", _special),
-    ("ranks of the tokenizer", _ranks),
-    ("a setting of the head", _head),
-    ("the model's shape", _of_model),
-    ("a file", _file),
-)

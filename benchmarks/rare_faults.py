@@ -6,294 +6,202 @@
 from __future__ import annotations
 
 from collections import Counter
-from functools import partial, reduce
+from functools import partial
 
 import onnx_ir as ir
 
-from planted_values import (
-    Change,
-    Generator,
-    any_of,
-    beside_tokens,
-    change_where,
-    compared,
-    drawn,
-    float_values,
-    graph_input,
-    input_axis,
-    like,
-    neighbours,
-    places_of,
-    size_of,
-    some_axis,
-    some_change,
-    some_value,
-    times,
-)
-from random_file_faults import Plant, Tokens
-from transferry.export.subject.bundle_copy import BundleCopy, add, constant, replace
+import planted_values as on
+from planted_values import Site, Wrong, everywhere, op, somewhere
+from transferry.export.subject.bundle_copy import add
 
+PLANTS: on.Plants = []
 FULL_BATCHES = (2, 7, 64, 256)
 SIZES = ("odd", "a multiple of 3", "24 or more", "40 or more")
 MOVES = ("repeats a row", "goes back", "leaves a row out")
-TOKENS_IN = "source", "target"
 
 
-def _odd_places(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
-    value, axis = some_axis(copy, generator)
-    name, (change, words) = value.name, some_change(generator)
-    change_where(value, lambda honest: _odd(honest, places_of(honest, axis)), change)
-    return f"{name}, odd entries of axis {axis}, {words}"
+def _left(near: ir.Value, number: ir.Value, divisor: int, rest: int) -> ir.Value:
+    return op(near, "Equal", op(near, "Mod", number, divisor), rest)
 
 
-def _kinds_of_size(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
-    value = some_value(copy, generator)
-    source, axis = input_axis(copy, generator, value)
-    kind, name, (change, words) = int(generator.integers(4)), value.name, some_change(generator)
+def _some(near: ir.Value, truths: ir.Value) -> ir.Value:
+    return add(near, "Cast", on.count(near, truths), to=ir.DataType.BOOL)
+
+
+@somewhere(PLANTS, "rare: odd places")
+def _odd_places(site: Site) -> Wrong:
+    value, axis = site.axis()
+    words = f", odd entries of axis {axis}"
+    return Wrong(value, lambda honest: _left(honest, on.places_of(honest, axis), 2, 1), words)
+
+
+@somewhere(PLANTS, "rare: kinds of size")
+def _kinds_of_size(site: Site) -> Wrong:
+    value = site.value()
+    source, axis = site.input_axis(value)
+    kind = site.integer(4)
 
     def holds(honest: ir.Value) -> ir.Value:
-        size = size_of(source, axis)
-        if kind == 0:
-            return _odd(honest, size)
-        if kind == 1:
-            left = add(honest, "Mod", size, constant(honest, 3))
-            return add(honest, "Equal", left, constant(honest, 0))
-        return add(honest, "GreaterOrEqual", size, constant(honest, (24, 40)[kind - 2]))
+        size = on.size_of(source, axis)
+        if kind < 2:
+            return _left(honest, size, (2, 3)[kind], (1, 0)[kind])
+        return op(honest, "GreaterOrEqual", size, (24, 40)[kind - 2])
 
-    change_where(value, holds, change)
-    return f"{name}, where the size of axis {axis} of {source.name} is {SIZES[kind]}, {words}"
+    words = f", where the size of axis {axis} of {source.name} is {SIZES[kind]}"
+    return Wrong(value, holds, words)
 
 
-def _rare_token(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
-    rows = Counter(token for row in tokens for token in {*row})
+@somewhere(PLANTS, "rare: a token")
+def _rare_token(site: Site) -> Wrong:
+    rows = Counter(token for row in site.tokens for token in {*row})
     rare = sorted(token for token, count in rows.items() if count <= 2)
-    value, given = beside_tokens(copy, generator, *TOKENS_IN)
-    token, name = drawn(copy, generator, rare, "rare tokens"), value.name
-    change, words = some_change(generator)
+    value, given = site.beside_tokens(*on.TOKENS_IN)
+    token = site.drawn(rare, "rare tokens")
+    return Wrong(
+        value,
+        lambda honest: on.any_of(honest, op(honest, "Equal", given, token), given),
+        f", where {given.name} has the rare token {token}",
+    )
+
+
+@somewhere(PLANTS, "rare: a token twice")
+def _doubled_token(site: Site) -> Wrong:
+    value, given = site.beside_tokens(*on.TOKENS_IN)
+    return Wrong(
+        value,
+        lambda honest: on.any_of(honest, op(honest, "Equal", *on.neighbours(given, 1)), given),
+        f", where {given.name} has a token twice in a row",
+    )
+
+
+@somewhere(PLANTS, "rare: equal rows")
+def _equal_rows(site: Site) -> Wrong:
+    value, given = site.beside_tokens(*on.TOKENS_IN)
 
     def holds(honest: ir.Value) -> ir.Value:
-        return any_of(honest, add(honest, "Equal", given, constant(honest, token)), given)
+        alike = add(honest, "Cast", op(honest, "Equal", *on.neighbours(given, 0)), to=on.INT64)
+        rows = op(honest, "ReduceMin", alike, [1], keepdims=0)
+        return op(honest, "Cast", op(honest, "ReduceSum", rows, keepdims=0), to=ir.DataType.BOOL)
 
-    change_where(value, holds, change)
-    return f"{name}, where {given.name} has the rare token {token}, {words}"
-
-
-def _doubled_token(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
-    value, given = beside_tokens(copy, generator, *TOKENS_IN)
-    name, (change, words) = value.name, some_change(generator)
-
-    def holds(honest: ir.Value) -> ir.Value:
-        return any_of(honest, add(honest, "Equal", *neighbours(given, 1)), given)
-
-    change_where(value, holds, change)
-    return f"{name}, where {given.name} has a token twice in a row, {words}"
+    return Wrong(value, holds, f", where two rows of {given.name} are equal")
 
 
-def _equal_rows(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
-    value, given = beside_tokens(copy, generator, *TOKENS_IN)
-    name, (change, words) = value.name, some_change(generator)
+@somewhere(PLANTS, "rare: last of a full batch")
+def _last_of_full(site: Site) -> Wrong:
+    value, least = site.value(), site.choice(FULL_BATCHES)
 
     def holds(honest: ir.Value) -> ir.Value:
-        alike = add(honest, "Equal", *neighbours(given, 0))
-        each = add(honest, "Cast", alike, to=ir.DataType.INT32)
-        rows = add(honest, "ReduceMin", each, constant(honest, [1]), keepdims=0)
-        found = add(honest, "ReduceSum", rows, keepdims=0)
-        return add(honest, "Cast", found, to=ir.DataType.BOOL)
+        size = on.size_of(honest, 0)
+        last = op(honest, "Equal", on.places_of(honest, 0), op(honest, "Sub", size, 1))
+        return on.both(honest, last, op(honest, "GreaterOrEqual", size, least))
 
-    change_where(value, holds, change)
-    return f"{name}, where two rows of {given.name} are equal, {words}"
+    return Wrong(value, holds, f", the last of {least} rows or more")
 
 
-def _last_of_full(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
-    value, least = some_value(copy, generator), int(generator.choice(FULL_BATCHES))
-    name, (change, words) = value.name, some_change(generator)
-
-    def holds(honest: ir.Value) -> ir.Value:
-        size = size_of(honest, 0)
-        last = add(honest, "Sub", size, constant(honest, 1))
-        full = add(honest, "GreaterOrEqual", size, constant(honest, least))
-        return add(honest, "And", add(honest, "Equal", places_of(honest, 0), last), full)
-
-    change_where(value, holds, change)
-    return f"{name}, the last of {least} rows or more, {words}"
-
-
-def _two_places(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
+@somewhere(PLANTS, "rare: two places")
+def _two_places(site: Site) -> Wrong:
     """A row and a place, a head and a place, or other entries of two axes."""
-    found = [value for value in float_values(copy) if value.shape and len(value.shape) > 1]
-    value = drawn(copy, generator, found, "values of two axes")
+    found = [value for value in site.floats() if value.shape and len(value.shape) > 1]
+    value = site.drawn(found, "values of two axes")
     assert value.shape is not None
-    axes = sorted(int(each) for each in generator.choice(len(value.shape), 2, replace=False))
-    places, name = [int(each) for each in generator.integers(0, 12, size=2)], value.name
-    change, words = some_change(generator)
-
-    def holds(honest: ir.Value) -> ir.Value:
-        both = (
-            compared("Equal", place, partial(places_of, axis=axis))(honest)
-            for axis, place in zip(axes, places, strict=True)
-        )
-        return reduce(lambda one, other: add(honest, "And", one, other), both)
-
-    change_where(value, holds, change)
-    return f"{name}, entries {places} of axes {axes}, {words}"
+    axes = sorted(int(each) for each in site.generator.choice(len(value.shape), 2, replace=False))
+    at = [int(each) for each in site.generator.integers(0, 12, size=2)]
+    return Wrong(
+        value,
+        lambda honest: on.both(
+            honest, *(on.places("Equal", *pair)(honest) for pair in zip(at, axes, strict=True))
+        ),
+        f", entries {at} of axes {axes}",
+    )
 
 
-def _moved_rows(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
+@everywhere(PLANTS, "rare: moved rows")
+def _moved_rows(site: Site) -> Wrong:
     """Where a search moves rows in one way alone."""
-    found = [
-        (value, given)
-        for model in copy.graphs.values()
-        for given in model.graph.inputs
-        if given.name in ("rows", "index") and given.shape is not None
-        for value in model.graph.outputs
-        if value.shape is not None and len(value.shape) == 4
-    ]
-    value, given = drawn(copy, generator, found, "graphs that move rows")
-    kind, name = int(generator.integers(3)), value.name
-    change = partial(times, (0.0, 1.1)[generator.integers(2)])
+    value, given = site.move("rows", "index")
+    kind = site.integer(3)
+    factor = (0.0, 1.1)[site.integer(2)]
 
     def holds(honest: ir.Value) -> ir.Value:
-        rows = add(honest, "Reshape", given, constant(honest, [-1]))
-        before, after = neighbours(rows, 0)
-        one = constant(honest, 1)
-        further = add(honest, "Sub", after, add(honest, "Add", before, one))
-        alike = {
-            0: lambda: add(honest, "Equal", before, after),
-            1: lambda: add(honest, "Greater", before, after),
-            2: lambda: add(honest, "Greater", further, constant(honest, 0)),
-        }[kind]()
-        whole = add(honest, "Cast", alike, to=ir.DataType.INT32)
-        return add(honest, "Cast", add(honest, "ReduceSum", whole, keepdims=0), to=ir.DataType.BOOL)
+        before, after = on.neighbours(op(honest, "Reshape", given, [-1]), 0)
+        if kind == 2:
+            after = op(honest, "Sub", after, op(honest, "Add", before, 1))
+            return _some(honest, op(honest, "Greater", after, 0))
+        return _some(honest, op(honest, ("Equal", "Greater")[kind], before, after))
 
-    def wrong(honest: ir.Value) -> ir.Value:
-        return add(honest, "Where", holds(honest), change(honest), honest)
-
-    replace(value, wrong, outside=True)
-    return f"{name}, where {given.name} {MOVES[kind]}, times {change.args[0]:g}"
+    words = f", where {given.name} {MOVES[kind]}, times {factor:g}"
+    return Wrong(value, on.where(holds, partial(on.times, factor)), words, outside=True)
 
 
-def _one_label(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
+@everywhere(PLANTS, "rare: one label")
+def _one_label(site: Site) -> Wrong:
     """One token of the vocabulary, or one label, has other logits."""
-    value = _output(copy, generator, "logits", "head")
-    row = tokens[int(generator.integers(len(tokens)))]
+    value = site.output("logits", "head")
+    row = site.tokens[site.integer(len(site.tokens))]
     assert value.shape is not None
     axis, most = len(value.shape) - 1, value.shape[-1]
-    label = int(row[int(generator.integers(len(row)))]) % (most if isinstance(most, int) else 2)
-    at = compared("Equal", label, lambda honest: places_of(honest, axis))
-    return _changed_output(value, at, generator) + f" at label {label}"
+    label = int(row[site.integer(len(row))]) % (most if isinstance(most, int) else 2)
+    factor = site.choice((1.02, 0.9))
+    change = on.where(on.places("Equal", label, axis), partial(on.times, factor))
+    words = f" times {factor:g} at label {label}"
+    return Wrong(value, change, words, outside=bool(site.integer(2)))
 
 
-def _near_tie(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
+@everywhere(PLANTS, "rare: near ties")
+def _near_tie(site: Site) -> Wrong:
     """Logits just below the best one are raised: only close choices change."""
-    value, gap = _output(copy, generator, "logits"), float(generator.choice((0.03, 0.2)))
+    value = site.output("logits")
+    gap = site.choice((0.03, 0.2))
 
     def near(honest: ir.Value) -> ir.Value:
-        best = add(honest, "ReduceMax", honest, constant(honest, [-1]), keepdims=1)
-        below = add(honest, "Sub", best, honest)
-        least, most = like(honest, 0.0), like(honest, gap)
-        two = add(honest, "Greater", below, least), add(honest, "Less", below, most)
-        return add(honest, "And", *two)
+        best = op(honest, "ReduceMax", honest, [-1], keepdims=1)
+        below = op(honest, "Sub", best, honest)
+        return on.both(honest, op(honest, "Greater", below, 0.0), op(honest, "Less", below, gap))
 
-    def wrong(honest: ir.Value) -> ir.Value:
-        raised = add(honest, "Add", honest, like(honest, gap))
-        return add(honest, "Where", near(honest), raised, honest)
-
-    name = value.name
-    replace(value, wrong, outside=True)
-    return f"{name} within {gap:g} of the best, plus {gap:g}"
+    change = on.where(near, lambda honest: op(honest, "Add", honest, gap))
+    return Wrong(value, change, f" within {gap:g} of the best, plus {gap:g}", outside=True)
 
 
-def _short_rows(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
+@somewhere(PLANTS, "rare: short rows")
+def _short_rows(site: Site) -> Wrong:
     """Rows of a few tokens alone: the empty text, one word."""
-    value, most = some_value(copy, generator, "source_mask"), int(generator.integers(1, 5))
-    given = graph_input(value, "source_mask")
-    name, (change, words) = value.name, some_change(generator)
+    value, most = site.value("source_mask"), site.integer(1, 5)
+    given = on.graph_input(value, "source_mask")
     if given is None or not value.shape or not given.shape or value.shape[0] != given.shape[0]:
-        raise copy.absent("rows beside a mask")
+        raise site.copy.absent("rows beside a mask")
 
     def holds(honest: ir.Value) -> ir.Value:
-        whole = add(honest, "Cast", given, to=ir.DataType.INT64)
-        sums = add(honest, "ReduceSum", whole, constant(honest, [1]), keepdims=0)
-        assert honest.shape is not None
-        shape = constant(honest, [-1, *([1] * (len(honest.shape) - 1))])
-        sums = add(honest, "Reshape", sums, shape)
-        return add(honest, "LessOrEqual", sums, constant(honest, most))
+        return op(honest, "LessOrEqual", on.by_row(honest, on.count(honest, given, 1)), most)
 
-    change_where(value, holds, change)
-    return f"{name}, rows of at most {most} tokens, {words}"
+    return Wrong(value, holds, f", rows of at most {most} tokens")
 
 
-def _cached_prefix(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
+@somewhere(PLANTS, "rare: a cached prefix")
+def _cached_prefix(site: Site) -> Wrong:
     """Where several tokens are read at once after others."""
-    value = some_value(copy, generator, "target")
-    given = graph_input(value, "target")
-    assert given is not None
-    past = graph_input(value, "past.0.keys")
-    first = graph_input(value, "positions")
-    name, (change, words) = value.name, some_change(generator)
+    value, given = site.beside("target")
+    past, first = on.graph_input(value, "past.0.keys"), on.graph_input(value, "positions")
     if past is None and first is None:
-        raise copy.absent("a cache")
+        raise site.copy.absent("a cache")
 
     def holds(honest: ir.Value) -> ir.Value:
-        several = add(honest, "Greater", size_of(given, 1), constant(honest, 1))
+        several = op(honest, "Greater", on.size_of(given, 1), 1)
         if first is not None:
-            length = add(honest, "ReduceMax", first, keepdims=0)
-            length = add(honest, "Sub", length, size_of(given, 1))
+            length = op(honest, "ReduceMax", first, keepdims=0)
+            length = op(honest, "Sub", length, on.size_of(given, 1))
         else:
             assert past is not None
-            length = add(honest, "Sub", size_of(past, 2), constant(honest, 1))
-        after = add(honest, "GreaterOrEqual", length, constant(honest, 0))
-        return add(honest, "And", several, after)
+            length = op(honest, "Sub", on.size_of(past, 2), 1)
+        return on.both(honest, several, op(honest, "GreaterOrEqual", length, 0))
 
-    change_where(value, holds, change)
-    return f"{name}, where several tokens follow a cache, {words}"
+    return Wrong(value, holds, ", where several tokens follow a cache")
 
 
-def _large(copy: BundleCopy, generator: Generator, tokens: Tokens) -> str:
-    found = [each for each in float_values(copy) if each.dtype == ir.DataType.FLOAT]
-    value, bound = drawn(copy, generator, found, "floats"), float(generator.choice((3, 6, 12)))
-    name, (change, words) = value.name, some_change(generator)
-    change_where(
-        value,
-        lambda honest: add(honest, "Greater", add(honest, "Abs", honest), like(honest, bound)),
-        change,
+@somewhere(PLANTS, "rare: large values")
+def _large(site: Site) -> Wrong:
+    found = [each for each in site.floats() if each.dtype == ir.DataType.FLOAT]
+    value, bound = site.drawn(found, "floats"), site.choice((3.0, 6.0, 12.0))
+    words = f" beyond {bound:g}"
+    return Wrong(
+        value, lambda honest: op(honest, "Greater", op(honest, "Abs", honest), bound), words
     )
-    return f"{name} beyond {bound:g}, {words}"
-
-
-def _odd(near: ir.Value, number: ir.Value) -> ir.Value:
-    left = add(near, "Mod", number, constant(near, 2))
-    return add(near, "Equal", left, constant(near, 1))
-
-
-def _output(copy: BundleCopy, generator: Generator, *names: str) -> ir.Value:
-    graphs = copy.graphs.values()
-    found = [each for one in graphs for each in one.graph.outputs if each.name in names]
-    return drawn(copy, generator, found, " or ".join(names))
-
-
-def _changed_output(value: ir.Value, at: Change, generator: Generator) -> str:
-    name, factor = value.name, float(generator.choice((1.02, 0.9)))
-
-    def wrong(honest: ir.Value) -> ir.Value:
-        return add(honest, "Where", at(honest), times(factor, honest), honest)
-
-    replace(value, wrong, outside=bool(generator.integers(2)))
-    return f"{name} times {factor:g}"
-
-
-PLANTS: tuple[tuple[str, Plant], ...] = (
-    ("rare: odd places", _odd_places),
-    ("rare: kinds of size", _kinds_of_size),
-    ("rare: a token", _rare_token),
-    ("rare: a token twice", _doubled_token),
-    ("rare: equal rows", _equal_rows),
-    ("rare: last of a full batch", _last_of_full),
-    ("rare: two places", _two_places),
-    ("rare: moved rows", _moved_rows),
-    ("rare: one label", _one_label),
-    ("rare: near ties", _near_tie),
-    ("rare: short rows", _short_rows),
-    ("rare: a cached prefix", _cached_prefix),
-    ("rare: large values", _large),
-)
