@@ -9,7 +9,8 @@ cuda-fp16 and cuda-bf16, and the last two as folders of transformers. Models tha
 made first, the second and third beside the stages of the first. Every stage is a process of its
 own, prints a line, and writes OUT/STAGE.json as it ends; one that fails or has no time left stops
 no other. Weights are random, so all answers have `--new-tokens` tokens. `--provider cpu --tiny`
-runs the same stages on the portable variant of models of one layer. The last line is JSON.
+runs the same stages on the portable variant of models of one layer, in small batches and one round.
+The last line is JSON.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ def require(done: subprocess.CompletedProcess[str]) -> None:
 
 def make_small(folder: Path, *, tiny: bool) -> None:
     """Writes a checkpoint of preset small with random weights and a vocabulary of its size."""
+    from shapes import POSITIONS
     from transferry.build_model import checkpoint
     from transferry.build_model.model.config import ModelConfig
     from transferry.build_model.model.transformer import Transformer
@@ -81,7 +83,8 @@ def make_small(folder: Path, *, tiny: bool) -> None:
     lines = [" ".join(words[first : first + 10]) for first in range(0, len(words), 10)]
     tokenizer = train_bpe([*corpus(1000), *lines], preset.vocabulary_size)
     torch.manual_seed(0)
-    config = ModelConfig.from_dict(asdict(preset.shape(tokenizer.vocabulary_size)))
+    shape = asdict(preset.shape(tokenizer.vocabulary_size)) | {"max_positions": POSITIONS}
+    config = ModelConfig.from_dict(shape)
     folder.mkdir()
     checkpoint.save_config(folder, config, TrainConfig(max_steps=1))
     tokenizer.save(folder)
@@ -162,12 +165,14 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=MINUTES)
     parser.add_argument("--stages", type=lambda text: text.split(","), default=STAGES)
     parser.add_argument("--batches", type=numbers, default=[1, 32, 256, 1024])
-    parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--new-tokens", type=int, default=32, help="per answer, at most 52")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--make", type=lambda text: text.split(","), help="models; nothing else")
     parser.add_argument("--tiny", action="store_true", help="models of one layer")
     parser.add_argument("--stage", help="one stage in this process")
     arguments = parser.parse_args()
+    if arguments.tiny:
+        arguments.batches, arguments.rounds = [1, 4, 16], 1
     for model in arguments.make or ():
         make(arguments.folder, model, tiny=arguments.tiny)
         print(f"{arguments.folder / model} is made", flush=True)

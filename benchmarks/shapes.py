@@ -32,6 +32,8 @@ from transferry.runtime.errors import TransferryError, require
 
 VOCABULARY = 8000
 BERT_VOCABULARY = 30522
+# Of a generator: random weights end no answer, and `verify` reads each answer again at each token.
+POSITIONS = 64
 
 
 def llama(layers: int = 14) -> Any:
@@ -43,7 +45,7 @@ def llama(layers: int = 14) -> Any:
         num_hidden_layers=layers,
         num_attention_heads=12,
         num_key_value_heads=4,
-        max_position_embeddings=1024,
+        max_position_embeddings=POSITIONS,
     )
     return transformers.LlamaForCausalLM(config)
 
