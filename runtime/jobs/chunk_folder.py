@@ -22,7 +22,6 @@ from transferry.runtime.jobs.journal import (
     Journal,
     told_lost,
 )
-from transferry.runtime.jobs.output_files import LINES
 
 # Sizes and times of the files of the input.
 INPUT = "input.json"
@@ -47,10 +46,11 @@ class ChunkFolder(Journal):
     One process writes the journal, others the chunks. The folder of the chunks becomes OUT.
     """
 
-    # Format 1 had another name for the folder of chunks; before the journal, each chunk had a note.
+    # Format 1 had another name for the folder of chunks; before the journal, each chunk had a note,
+    # and workers shared the numbers of lines.
     own = re.compile(
         rf"(job|input)\.json(\.tmp)?|journal\.jsonl|beside\.tmp|(chunks|shards)(\.old)?|notes"
-        rf"|ray\.log|\{LINES}|{TEMPORARY}"
+        rf"|ray\.log|\.transferry-lines|{TEMPORARY}"
     )
 
     def __init__(self, folder: Path, fingerprint: Fingerprint = MappingProxyType({})) -> None:
@@ -80,8 +80,8 @@ class ChunkFolder(Journal):
 
     @property
     def files(self) -> Iterator[Path]:
-        """The files of the finished chunks, in order; one without rows has none."""
-        return (self.path(chunk.first) for chunk in self.chunks if chunk.sha256)
+        """The files of the finished chunks, in order."""
+        return (self.path(chunk.first) for chunk in self.chunks)
 
     @property
     def blocks(self) -> list[Path]:
@@ -121,7 +121,5 @@ class ChunkFolder(Journal):
         """Reads the finished chunks; returns a note on those that are damaged, or ""."""
         found = Chunks(self.journal)
         found.load()
-        self.chunks = found.keep(
-            lambda chunk: not chunk.sha256 or chunk.looks_intact(self.path(chunk.first))
-        )
+        self.chunks = found.keep(lambda chunk: chunk.looks_intact(self.path(chunk.first)))
         return told_lost(len(found) - len(self.chunks))

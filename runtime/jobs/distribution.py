@@ -114,35 +114,27 @@ class Distribution:
             self._assign()
             for chunk in self._turn():
                 add(chunk)
-        first = self._job.row_range[0] + (self._plan.end or 0) * self._job.options.chunk_rows
-        if not self._folder.chunks.has(first):  # the last chunk has no rows, so no worker's file
-            self._folder.extend([Chunk(first=first, source_sha256=hash_rows(())[1])])
         self._watch(self._summary)
 
     def _begin(self, add: Callable[[Tally], None]) -> None:
         """Makes the plan, and adds the finished chunks."""
-        job, chunks = self._job, self._folder.chunks
-        start, rows = job.row_range[0], job.options.chunk_rows
-        # Journals of earlier versions have no places.
-        relayed = is_relayed(job) and all(chunk.end for chunk in chunks)
-        if relayed:
+        job, chunks, start = self._job, self._folder.chunks, self._job.row_range[0]
+        if relayed := is_relayed(job):
             self._places[start] = [reader.place(start) for reader in job.readers]
-        else:
-            job.reader.index()
         known = None if job.target is not None else job.count()
         self._summary.total = known
         self._plan = Plan(
             start,
-            rows,
+            job.chunk_rows,
             len(self._crew),
-            rows=known,
+            end=None if known is None else start + known,
             is_finished=chunks.has,
             boundary=job.reader.boundary,
             is_ready=self._places.__contains__ if relayed else None,
         )
         for chunk in chunks:
             self._plan.found(chunk.first, chunk.rows)
-            self._found(chunk.first + rows, chunk.end)
+            self._found(chunk.first + chunk.rows, chunk.end)
             add(chunk)
 
     def _found(self, first: int, places: Places) -> None:
@@ -211,10 +203,8 @@ class Distribution:
             return None
         if call.method == "keep" and isinstance(found, tuple):
             rows, places = found
-            if rows < self._job.options.chunk_rows:
-                self._plan.found(call.first, rows)
-            else:
-                self._found(call.first + rows, places)
+            self._plan.found(call.first, rows)
+            self._found(call.first + rows, places)
             self._summary.total = self._job.expected(call.first + rows, places[0])
             self._crew.call(worker, "compute", call.first)
             return None
@@ -247,7 +237,7 @@ class Distribution:
 
     def _note_lost(self, call: Call) -> None:
         """Takes back the chunks of a worker that has died; Ray starts another in its place."""
-        worker, rows = call.worker, self._job.options.chunk_rows
+        worker, rows = call.worker, self._job.chunk_rows(call.first)
         self._starts[worker] += call.method == "open"
         if self._plan.lost(worker) >= MOST_TRIES:
             self._failed.append(
@@ -321,7 +311,7 @@ class ChunkRunner(Runner):
 
     def publish(self, job: Job, journal: Journal, describe: Callable[[str], None]) -> None:
         """Gives the folder of chunks the output's name, last of all."""
-        describe(hash_of_hashes(chunk.sha256 for chunk in journal.chunks if chunk.sha256))
+        describe(hash_of_hashes(chunk.sha256 for chunk in journal.chunks))
         folder = cast(ChunkFolder, journal)
         whole, *others = folder.blocks
         whole = folder.outputs if others else whole
@@ -367,8 +357,6 @@ class Worker:
         try:
             self._job = Job(self._load(), *self._opened)
             require_same_job(self._job)
-            if not is_relayed(self._job):
-                self._job.reader.index()
         except (TransferryError, OSError) as error:
             return type(error)(f"the worker on {socket.gethostname()}: {error}")
         return None
@@ -382,7 +370,7 @@ class Worker:
 
         Returns their number, fewer than others have only at the end, and the places behind them.
         """
-        most, last = self._job.options.chunk_rows, self._range[1]
+        most, last = self._job.chunk_rows(first), self._range[1]
         most = most if last is None else min(most, last - first)
         self._next, self.rows = -1, 0
         try:
@@ -407,8 +395,8 @@ class Worker:
 
     def _rows(self, first: int) -> Iterator[InputRow]:
         """Reads a chunk: on from the last one, unless reading begins at some row between them."""
-        skipped, most, reader = first - self._next, self._job.options.chunk_rows, self._job.reader
-        begins = skipped > 0 and reader.seeks and reader.boundary(self._next) <= first
+        skipped, most, reader = first - self._next, self._job.chunk_rows(first), self._job.reader
+        begins = skipped > 0 and reader.seeks and reader.boundary(first) >= self._next
         if self._next < 0 or skipped < 0 or begins:
             self._read, skipped = self._job.rows(first, self._range[1]), 0
         self._next = first + most
@@ -484,7 +472,7 @@ def require_unchanged(job: Job, folder: ChunkFolder) -> None:
     found = json.dumps([[str(file), *map(str, file.version or ())] for file in steady_files(job)])
     if not path.exists() or path.read_text() != found:
         for chunk in folder.chunks:
-            ends = (chunk.first + job.options.chunk_rows, job.row_range[1])
+            ends = (chunk.first + job.chunk_rows(chunk.first), job.row_range[1])
             end = min(end for end in ends if end is not None)
             job.require_unchanged(chunk, job.rows(chunk.first, end))
         with durable_file(path) as written:

@@ -43,7 +43,6 @@ from transferry.runtime.jobs.merge import join_remote
 from transferry.runtime.jobs.output_files import (
     BESIDE,
     FOLDER,
-    LINES,
     SETTINGS,
     SUMMARY,
     beside,
@@ -219,9 +218,11 @@ class Job:
         if self._is_cut:
             self._cut = cut(self.reader, self.options, self.writer.columns)
             return 0, None
-        local = self.remote is None and self.output != STANDARD_STREAM
-        shared = self.output.parent / LINES if local else None
-        return partition_range(self.reader, self.target, self.options, shared)
+        return partition_range(self.reader, self.target, self.options)
+
+    def chunk_rows(self, first: int) -> int:
+        """Returns the rows of a chunk that begins at a row, where the input does not end before."""
+        return self.reader.chunk(first, self.options.chunk_rows)
 
     def count(self) -> int | None:
         """Returns the number of rows, where it is known without reading them."""
@@ -444,7 +445,7 @@ class Job:
         output_sha256: str,
     ) -> dict[str, str]:
         """Returns the texts of the summary and the settings."""
-        sources = hash_of_hashes(chunk.source_sha256 for chunk in journal.chunks)
+        sources = hash_of_hashes(chunk.source_sha256 for chunk in journal.chunks if chunk.rows)
         summary.made = self._made() | {"source_sha256": sources, "sha256": output_sha256}
         texts = {SUMMARY: f"{json.dumps(summary.to_dict(), indent=1)}\n"}
         if settings is not None:
@@ -488,7 +489,7 @@ class Job:
             named = (change.partition(" was ") for change in changes)
             parts = [part for name, *rest in named for part in (Option(name), *rest, "; ")]
             raise UsageError(f"{refusal}, and ", *parts, remedy)
-        hashes = hash_chunks(self.rows(*self.row_range), self.options.chunk_rows)
+        hashes = hash_chunks(self.rows(*self.row_range), self.row_range[0], self.chunk_rows)
         if hash_of_hashes(hashes) != record.get("source_sha256"):
             raise UsageError(f"{refusal}, and {self.layout.path} has changed since; {remedy}")
         summary = Summary.from_dict(record)

@@ -39,11 +39,11 @@ from transferry.runtime.jobs.summary import Tally
 from transferry.runtime.stopping import at_stop, held
 
 # Version of job folders, fingerprints and written bytes; format 1 had no such key.
-JOB_FORMAT = 4
+JOB_FORMAT = 5
 JOB, JOURNAL, LOCK = "job.json", "journal.jsonl", "lock"
 # Seconds to wait for a lock whose owner is just removing the folder.
 LOCK_SECONDS = 0.2
-_LONGEST_LINE = 1 << 20
+_LINE, _LONGEST_LINE = 1 << 10, 1 << 20
 # The folder that becomes the output of a job with Ray.
 CHUNKS = "chunks"
 
@@ -59,7 +59,7 @@ class Chunk(Tally):
         source_sha256: Hash of the input rows.
         sha256: Hash of the chunk's file.
         size: Size of the chunk's file, in bytes.
-        modified: Time of its last change, in nanoseconds; 0 in journals of earlier versions.
+        modified: Time of its last change, in nanoseconds.
         end: Places in the input behind its rows, see `RowReader.place`; empty where none is known.
         session: Number of earlier runs of the job that finished chunks.
     """
@@ -131,7 +131,7 @@ class Chunks:
 
     def __iter__(self) -> Iterator[Chunk]:
         if self._places:
-            with self._path.open("rb") as file:
+            with self._path.open("rb", buffering=_LINE) as file:  # it may jump from line to line
                 for place in self._places:
                     file.seek(place)
                     yield Chunk.parse(file.readline())
@@ -259,9 +259,9 @@ class Journal:
         """The files of the finished chunks, in order."""
         return map(self._path, range(len(self.chunks)))
 
-    def is_complete(self, chunk_rows: int) -> bool:
-        """Whether the last chunk is finished: the only one shorter than `chunk_rows`."""
-        return len(self.chunks) > 0 and self.chunks[-1].rows < chunk_rows
+    def is_complete(self, size: Callable[[int], int]) -> bool:
+        """Whether the last chunk is finished: the only one shorter than `size` of its first row."""
+        return len(self.chunks) > 0 and (last := self.chunks[-1]).rows < size(last.first)
 
     def begin(self, fingerprint: Fingerprint, *, force: bool) -> str:
         """Resumes the job if it was interrupted, or starts it; returns a note for the user, or "".
@@ -306,8 +306,7 @@ class Journal:
     @property
     def parts(self) -> Iterator[Part]:
         """The finished chunks as files of an output, without empty ones behind the first."""
-        chunks = (chunk for chunk in self.chunks if chunk.sha256)
-        for number, (chunk, path) in enumerate(zip(chunks, self.files, strict=True)):
+        for number, (chunk, path) in enumerate(zip(self.chunks, self.files, strict=True)):
             if chunk.rows or not number:
                 yield Part(chunk.first, chunk.rows, chunk.size, chunk.sha256, path)
 

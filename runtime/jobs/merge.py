@@ -34,7 +34,6 @@ from transferry.runtime.jobs.journal import (
     parts_of,
 )
 from transferry.runtime.jobs.output_files import (
-    LINES,
     MANIFEST,
     SUMMARY,
     RemoteOutput,
@@ -180,7 +179,6 @@ def merge(
         writer.join(files, file, first)
         file.flush()
         _describe(summary, out, sha256(Path(file.name)))
-    _forget_lines(partitions)
     return summary
 
 
@@ -209,11 +207,6 @@ def _describe(summary: Summary, out: Path, digest: str) -> None:
     shutil.rmtree(out) if out.is_dir() else out.unlink(missing_ok=True)
     with atomic_file(summary_path(out)) as beside:
         beside.write(f"{json.dumps(summary.to_dict(), indent=1)}\n".encode())
-
-
-def _forget_lines(partitions: Sequence[_Partition]) -> None:
-    for folder in {partition.path.parent / LINES for partition in partitions}:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _checked(partitions: Sequence[_Partition]) -> list[_Partition]:
@@ -258,7 +251,6 @@ def _keep(partitions: Sequence[_Partition], out: Path, summary: Summary) -> None
         write_manifest(folder, placed)
         _describe(summary, out, hash_of_hashes(part.sha256 for part in parts))
         folder.rename(out)
-    _forget_lines(partitions)
 
 
 def _upload(partitions: Sequence[_Partition], output: RemoteOutput, *, force: bool) -> Summary:
@@ -278,7 +270,6 @@ def _upload(partitions: Sequence[_Partition], output: RemoteOutput, *, force: bo
     with TemporaryDirectory() as folder:
         parts = _parts(partitions, Path(folder))
         output.publish(parts, ending_of(partitions[0].fingerprint), texts)
-    _forget_lines(partitions)
     return summary
 
 

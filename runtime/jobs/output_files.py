@@ -36,8 +36,6 @@ from transferry.runtime.settings import foreign_settings
 
 # Files beside the output, by their suffixes.
 SUMMARY, SETTINGS, FOLDER = BESIDE = (".summary.json", ".settings.toml", ".job")
-# Folder beside the outputs of partitions: numbers of lines, which each of them counts in part.
-LINES = ".transferry-lines"
 
 
 def beside(output: Path, suffix: str) -> Path:

@@ -10,7 +10,7 @@ from contextlib import closing
 from heapq import heappop, heappush
 from itertools import accumulate, islice
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.io.atomic import durable_file
@@ -23,15 +23,21 @@ from transferry.runtime.jobs.job_options import JobOptions, fraction
 from transferry.runtime.jobs.journal import Journal
 from transferry.runtime.jobs.summary import Summary, Tally
 
+if TYPE_CHECKING:
+    from transferry.runtime.jobs.job import Job
+
 RESTORE = "Restore it, or add --force to discard the saved rows"
 # Chunks that wait, since a worker died of them, until all others are handed out.
 _MOST_TRIED = 4
 # Spans of a worker if all were of the length of the first: factoring (Hummel et al. 1992).
 _SPANS = 2
+# Row groups of each worker or partition from which on none is read by two: sharing the last ones
+# would save at most a tenth of the time.
+ENOUGH = 10
 
 
 def partition_range(
-    reader: RowReader, target: RowReader | None, options: JobOptions, shared: Path | None
+    reader: RowReader, target: RowReader | None, options: JobOptions
 ) -> tuple[int, int]:
     """Returns the first row of a partition, and the row after its last; makes counts known.
 
@@ -39,22 +45,26 @@ def partition_range(
         reader: The input.
         target: Targets of its rows.
         options: With `partition`.
-        shared: Folder in which the partitions leave the numbers of lines for each other.
     """
     number, partitions = fraction(str(options.partition))
     for each in filter(None, (reader, target)):
-        each.number(shared, (number - 1) / partitions)
+        each.number()
     counts = [0, *accumulate(cast("list[int]", reader.counts))]
     if options.partition_by == "file":
         ends = [counts[(len(counts) - 1) * each // partitions] for each in (number - 1, number)]
     else:
         rows = counts[-1] if options.limit is None else min(counts[-1], options.limit)
         ends = [rows * each // partitions for each in (number - 1, number)]
+        starts = [end if end == rows else reader.boundary(end) for end in ends]
+        few = rows / (ENOUGH * partitions)
+        ends = [
+            start if end - start <= few else end for start, end in zip(starts, ends, strict=True)
+        ]
     most = counts[-1] if options.limit is None else options.limit
     return min(ends[0], most), min(ends[1], most)
 
 
-def is_cut(job: Any) -> bool:
+def is_cut(job: Job) -> bool:
     """Whether a job's partition reads its own bytes alone, and so knows no numbers of its rows.
 
     Those decide samples and canaries; ids are filled in by `merge`, if there is one.
@@ -113,13 +123,13 @@ class Runner:
         if output.exists() and not output.is_file():
             raise UsageError(f"{output} is not a file, so it is not replaced; name another")
 
-    def outlook(self, job: Any) -> tuple[int, str]:
+    def outlook(self, job: Job) -> tuple[int, str]:
         """Returns the number of processes that compute, and words on them, if any."""
         return 1, ""
 
     def run(
         self,
-        job: Any,
+        job: Job,
         journal: Journal,
         summary: Summary,
         add: Callable[[Tally], None],
@@ -130,10 +140,10 @@ class Runner:
         The runner keeps `summary.saved` up to date. `add` adds counts to the summary, and raises
         InputError after too many errors; for `watch` see `Job.run`.
         """
-        rows, first, most = job.rows(*job.row_range), job.row_range[0], job.options.chunk_rows
+        rows, first = job.rows(*job.row_range), job.row_range[0]
         for chunk in journal.chunks:
             job.require_unchanged(chunk, islice(rows, chunk.rows))
-        if journal.is_complete(most) and next(rows, None) is not None:
+        if journal.is_complete(job.chunk_rows) and next(rows, None) is not None:
             raise InputError(f"{job.layout.path} has grown since its end was computed. {RESTORE}")
         summary.saved = journal.rows
         for chunk in journal.chunks:
@@ -144,13 +154,14 @@ class Runner:
             job.counting(summary, add, watch) as count,
             closing(job.results(rows, first + journal.rows)) as results,
         ):
-            while not journal.is_complete(most):
+            while not journal.is_complete(job.chunk_rows):
+                at = first + journal.rows
                 with journal.next_file() as file:
-                    chunk = job.write(islice(results, most), file, first + journal.rows, count)
+                    chunk = job.write(islice(results, job.chunk_rows(at)), file, at, count)
                 journal.append(chunk)
                 summary.saved = journal.rows
 
-    def publish(self, job: Any, journal: Journal, describe: Callable[[str], None]) -> None:
+    def publish(self, job: Job, journal: Journal, describe: Callable[[str], None]) -> None:
         """Gives the output its name, last of all: where it exists, everything does.
 
         `describe` writes summary and settings beside the output, given its hash.
@@ -162,23 +173,22 @@ class Runner:
 
 
 class Plan:
-    """Hands out the unfinished chunks of a job.
+    """Hands out the unfinished chunks of a job, each by the number of its first row.
 
     A worker gets neighbouring chunks, so that it reads on where it stopped; spans become shorter
     towards the end. Nothing here grows with the chunks but what is finished elsewhere.
 
     Attributes:
-        end: Number of the last chunk, the only one with fewer than `chunk_rows` rows, perhaps none;
-            None until it is known.
+        end: The row after the last; None until it is known.
     """
 
     def __init__(
         self,
         first: int,
-        chunk_rows: int,
+        size: Callable[[int], int],
         workers: int,
         *,
-        rows: int | None = None,
+        end: int | None = None,
         is_finished: Callable[[int], bool] = lambda first: False,
         boundary: Callable[[int], int] = lambda row: row,
         is_ready: Callable[[int], bool] | None = None,
@@ -187,34 +197,31 @@ class Plan:
 
         Args:
             first: Number of the job's first row.
-            chunk_rows: Rows of a chunk.
+            size: Returns the rows of the chunk that begins at a row, unless the input ends before.
             workers: Number of workers.
-            rows: Rows of the job; None if unknown.
+            end: The row after the last; None if unknown.
             is_finished: Whether the chunk that begins at a row is finished.
-            boundary: Returns the next row, or the same, at which reading begins without reading
-                rows before it.
+            boundary: See `RowReader.boundary`.
             is_ready: Whether it is known where the chunk that begins at a row lies in the input;
                 None if that does not matter.
         """
-        self._first, self._rows, self._workers = first, chunk_rows, workers
+        self._first, self._size, self._workers = first, size, workers
+        self.end = self._counted = end
         self._is_finished, self._boundary, self._is_ready = is_finished, boundary, is_ready
-        self.end, self._counted = None if rows is None else rows // chunk_rows, rows
         # A chunk that may take down every worker comes last.
-        self._next, self._again, self._tried = 0, list[int](), list[int]()
+        self._next, self._again, self._tried = first, list[int](), list[int]()
         self._spans: dict[int, deque[int]] = {}
         self._open: dict[int, int] = {}
         self._tries: Counter[int] = Counter()
 
     def found(self, first: int, rows: int) -> None:
-        """Notes a chunk that was finished before."""
-        if rows < self._rows:
-            self.end = (first - self._first) // self._rows
+        """Notes the rows of a chunk: fewer than its size only at the end."""
+        if rows < self._size(first):  # at the end, or beyond
+            self.end = first + rows if self.end is None else min(first + rows, self.end)
 
     def rows_of(self, first: int) -> int | None:
         """Returns the number of rows of a chunk; None if unknown."""
-        if self._counted is None:
-            return None
-        return min(self._rows, self._first + self._counted - first)
+        return None if self._counted is None else min(self._size(first), self._counted - first)
 
     @property
     def complete(self) -> bool:
@@ -229,49 +236,47 @@ class Plan:
         if not span:
             span.extend(self._span())
         while span:
-            number = span.popleft()
-            if not self._is_beyond(number):
-                self._open[worker] = number
-                return self._first + number * self._rows
+            first = span.popleft()
+            if not self._is_beyond(first):
+                self._open[worker] = first
+                return first
         return None
 
     def finished(self, worker: int, rows: int) -> bool:
         """Notes that a worker has finished its chunk; returns whether it belongs to the journal."""
-        number = self._open.pop(worker)
-        if self._is_beyond(number):
+        first = self._open.pop(worker)
+        if self._is_beyond(first):
             return False
-        if rows < self._rows:
-            self.end = number
-        # Another chunk without rows may follow from before.
-        return rows > 0 or number == 0
+        self.found(first, rows)
+        return rows > 0 or first == self._first
 
     def lost(self, worker: int) -> int:
         """Takes the chunks of a worker back; returns how often its open chunk was lost."""
-        for number in self._spans.pop(worker, ()):
-            heappush(self._again, number)
+        for first in self._spans.pop(worker, ()):
+            heappush(self._again, first)
         if worker not in self._open:
             return 0
-        number = self._open.pop(worker)
-        heappush(self._tried, number)
-        self._tries[number] += 1
-        return self._tries[number]
+        first = self._open.pop(worker)
+        heappush(self._tried, first)
+        self._tries[first] += 1
+        return self._tries[first]
 
-    def _is_beyond(self, number: int) -> bool:
-        return self.end is not None and number > self.end
+    def _is_beyond(self, first: int) -> bool:
+        """Whether a chunk has no rows; that of a job without rows has a file."""
+        return self.end is not None and first >= max(self.end, self._first + 1)
 
     def _unassigned(self) -> int | None:
         """Returns the first chunk that no worker has, and which is not finished."""
         many = [self._tried] if len(self._tried) > _MOST_TRIED else []
         for heap in (*many, self._again):
-            if (number := self._least(heap)) is not None:
-                return number
-        while self.end is None or self._next <= self.end:
-            first = self._first + self._next * self._rows
-            if not self._is_finished(first):
-                if self._is_ready is None or self._is_ready(first):
+            if (first := self._least(heap)) is not None:
+                return first
+        while not self._is_beyond(self._next):
+            if not self._is_finished(self._next):
+                if self._is_ready is None or self._is_ready(self._next):
                     return self._next
                 break  # another worker is reading the chunk before, or died of it
-            self._next += 1
+            self._next += self._size(self._next)
         return self._least(self._tried)
 
     def _least(self, heap: list[int]) -> int | None:
@@ -279,28 +284,25 @@ class Plan:
             heappop(heap)
         return heap[0] if heap else None
 
-    def _span(self) -> range | list[int]:
-        """Returns neighbouring chunks for a worker."""
-        number = self._unassigned()
-        if number is None:
+    def _span(self) -> list[int]:
+        """Returns neighbouring chunks for a worker: up to a boundary, unless others would wait."""
+        first = self._unassigned()
+        if first is None:
             return []
         for heap in (self._again, self._tried):
-            if heap and heap[0] == number:
+            if heap and heap[0] == first:
                 return [heappop(heap)]
-        stop = number + self._length(number)
-        for later in range(number, stop):
-            if self._is_finished(self._first + later * self._rows):
-                stop = later
+        end, span = self.end or 0, [first]
+        left, least = end - first, (end - self._first) / (ENOUGH * self._workers)
+        self._next = row = first + self._size(first)
+        if self._is_ready is not None:
+            return span
+        while row < end and not self._is_finished(row):
+            rows, whole = row - first, self._boundary(row) == row
+            if rows >= (
+                left / (_SPANS * self._workers) if whole else max(least, left / self._workers)
+            ):
                 break
-        self._next = stop
-        return range(number, stop)
-
-    def _length(self, number: int) -> int:
-        """Returns the length of a span: to a boundary, unless other workers would wait for it."""
-        if self.end is None or self._is_ready is not None:
-            return 1
-        left = self.end + 1 - number
-        length = max(1, left // (_SPANS * self._workers))
-        begin = self._boundary(self._first + (number + length) * self._rows)
-        whole = max(length, -(-(begin - self._first) // self._rows) - number)
-        return min(left, whole if whole * self._workers <= 2 * left else length)
+            span.append(row)
+            self._next = row = row + self._size(row)
+        return span

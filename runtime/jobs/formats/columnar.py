@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import io
 import re
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import cached_property
 from itertools import accumulate, chain, islice, takewhile
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -95,11 +97,7 @@ def partition_columns(path: Source) -> dict[str, str | None]:
 
 
 class ParquetReader(ColumnarReader):
-    """Reads Parquet; row groups before the first row are not read.
-
-    Attributes:
-        groups: Rows of each row group.
-    """
+    """Reads Parquet; row groups before the first row are not read."""
 
     seeks = True
 
@@ -115,37 +113,28 @@ class ParquetReader(ColumnarReader):
             kept = {name: metadata[name] for name in metadata if name not in _OF_LAYOUT}
             schema = schema.with_metadata(kept or None)
             groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
-            self.groups = [group.num_rows for group in groups]
-            self.count = sum(self.groups)
+            self.boundaries = [0, *accumulate(group.num_rows for group in groups)]
+            self.count = self.boundaries[-1]
             wide = max((g.total_byte_size // max(1, g.num_rows) for g in groups), default=0)
         self._batch = max(1, min(_MOST_BATCH_ROWS, _BATCH_BYTES // max(1, wide)))
         super().__init__(path, format, schema, column)
 
     def outline(self) -> list[Any]:
         """Returns the hash of the footer, which has sizes, places and usually least values."""
-        with self._steady.opened() as file:
-            file.seek(-8, io.SEEK_END)
-            size = int.from_bytes(file.read(4), "little")
-            file.seek(-8 - size, io.SEEK_END)
-            return [*super().outline(), hashlib.sha256(file.read(size)).hexdigest()]
-
-    def boundary(self, row: int) -> int:
-        """Returns the beginning of a row group, or the end of the file."""
-        return next((start for start in accumulate(self.groups) if start >= row), self.count or 0)
+        footer = io.BytesIO()
+        self._footer.write_metadata_file(footer)
+        return [*super().outline(), hashlib.sha256(footer.getvalue()).hexdigest()]
 
     def rows(self, first: int = 0, last: int | None = None) -> Iterator[InputRow]:
         """Streams rows first to last - 1."""
-        start, skipped = 0, 0
-        for rows in self.groups:
-            if start + rows > first:
-                break
-            start, skipped = start + rows, skipped + 1
+        skipped = bisect_right(self.boundaries, first) - 1
         with opened_parquet(self._steady, self._footer) as file:
-            for group in range(skipped, len(self.groups)):
+            for group, start in enumerate(self.boundaries[skipped:-1], skipped):
+                if last is not None and start >= last:
+                    return
                 # One at a time, so that batches, and dictionaries, do not depend on the first row.
                 batches = file.iter_batches(self._batch, row_groups=[group], use_threads=False)
                 yield from self._numbered(batches, start, first, last)
-                start += self.groups[group]
 
 
 class ArrowReader(ColumnarReader):
@@ -160,11 +149,13 @@ class ArrowReader(ColumnarReader):
         with _opened_arrow(self._steady) as (schema, _):
             super().__init__(path, format, schema, column)
 
-    def index(self, folder: Path | None = None, share: float = 0.0, **sizes: int) -> None:
-        """Counts the rows of the batches, by their heads."""
-        if self.count is None:
-            with _opened_arrow(self._steady) as (_, batches):
-                self.count = sum(batch.num_rows for batch in batches)
+    @cached_property
+    def count(self) -> int | None:  # type: ignore[override]
+        """Number of rows, by the heads of the batches; None for a file that streams in."""
+        if isinstance(self.file, RemoteFile):
+            return None
+        with _opened_arrow(self._steady) as (_, batches):
+            return sum(batch.num_rows for batch in batches)
 
     def rows(self, first: int = 0, last: int | None = None) -> Iterator[InputRow]:
         """Streams rows first to last - 1."""

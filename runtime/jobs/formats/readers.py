@@ -13,13 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain, islice, tee
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from transferry.runtime.engine.result import RowError
 from transferry.runtime.engine.tasks.task import Layout
 from transferry.runtime.errors import InputError, Option, UsageError
-from transferry.runtime.io.line_index import LineIndex, index_lines
+from transferry.runtime.io.line_index import LineIndex
 from transferry.runtime.io.lines import (
     MOST_LINE,
     PACKED,
@@ -179,18 +178,15 @@ class _LineReader(RowReader):
     def _layout(self, format: InputFormat, column: str | None) -> Layout:
         return layout_of(self.file, format, self._names, column)
 
-    def index(self, folder: Path | None = None, share: float = 0.0, **sizes: int) -> None:
-        """Counts lines, unless the file is packed or rows may have several."""
-        if self._index is not None or str(self.file) == "-":
-            return
-        try:
-            encoding = self._dialect.encoding
-            found = index_lines(self._steady, folder, share, encoding=encoding, **sizes)
-        except OSError as error:
-            raise unreadable(self.file, error) from error
-        if found is not None and not (found.quotes and self._quotes):
-            self._index, self.seeks = found, True
-            self.count = max(0, found.lines - self._above)
+    def number(self) -> None:
+        """Counts lines; rows where the file is packed, or some may have several lines."""
+        if self.keeps:
+            with self._steady.opened() as file:
+                index = LineIndex.of(file)
+            if not (index.quotes and self._quotes):
+                self._index, self._sha256 = index, index.sha256
+                self.count = max(0, index.lines - self._above)
+        super().number()
 
     @cached_property
     def keeps(self) -> bool:  # type: ignore[override]
@@ -249,10 +245,6 @@ class _LineReader(RowReader):
         size += 3 * (start == 0 and kept.content.startswith(BOM_UTF8))
         self._index = LineIndex([number], [start])
         return max(0, found - skipped), [number + found, start + size]
-
-    def outline(self) -> list[Any]:
-        """Returns facts that differ between inputs."""
-        return [*super().outline(), *([self._index.outline()] if self._index else [])]
 
     def rows(self, first: int = 0, last: int | None = None) -> Iterator[InputRow]:
         start, begun = self.place(first)

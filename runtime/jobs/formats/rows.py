@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, zip_longest
-from pathlib import Path
 from typing import Any
 
 from transferry.runtime.engine.result import RowError
 from transferry.runtime.engine.tasks.task import Layout
 from transferry.runtime.errors import InputError
-from transferry.runtime.io.line_index import key_of, remembered
 from transferry.runtime.io.lines import LongLine
 from transferry.runtime.jobs.formats.cells import as_text, to_json
 from transferry.runtime.jobs.formats.remote_file import Source
@@ -133,12 +132,15 @@ class RowReader(ABC):
         count: Number of rows, where it is known without reading them.
         seeks: Whether reading begins at any row without reading all rows before it.
         keeps: Whether `keep` reads rows where the rows before them end.
+        boundaries: Rows at which reading begins without reading rows before them, and the number
+            of rows; empty where reading begins at any row alike.
     """
 
     layout: Layout
     offset = 0
     count: int | None = None
     seeks, keeps = False, False
+    boundaries: Sequence[int] = ()
     _steady: Any = None
     _sha256 = ""
     lists = False
@@ -157,16 +159,10 @@ class RowReader(ABC):
         """The files, which must stay as they are; see `Steady`."""
         return [self._steady]
 
-    def index(self, folder: Path | None = None, share: float = 0.0, **sizes: int) -> None:  # noqa: B027
-        """Counts lines where that lets reading begin at any row; see `index_lines`."""
-
-    def number(self, folder: Path | None, share: float = 0.0) -> None:
-        """Makes `count` known, by reading the file if no other process has; see `index_lines`."""
-        self.index(folder, share)
+    def number(self) -> None:
+        """Makes `count` known, by reading the file if there is no other way."""
         if self.count is None:
-            self._steady.require_same()
-            path = folder and folder / f"{key_of(self._steady)}.rows.json"
-            self.count, self._sha256 = remembered(path, lambda: hash_rows(self.rows()))
+            self.count, self._sha256 = hash_rows(self.rows())
 
     @property
     def counts(self) -> list[int | None]:
@@ -191,8 +187,14 @@ class RowReader(ABC):
         return int(self._steady.size)
 
     def boundary(self, row: int) -> int:
-        """Returns the next row, or the same, where reading begins without rows before it."""
-        return row
+        """Returns the last boundary up to a row; the row itself where there is none behind it."""
+        ends = self.boundaries
+        return ends[bisect_right(ends, row) - 1] if ends and row <= ends[-1] else row
+
+    def chunk(self, first: int, most: int) -> int:
+        """Returns the rows of a chunk: `most`, or fewer up to the last boundary among them."""
+        end = self.boundary(first + most)
+        return end - first if end > first else most
 
     def share(self, place: Any = None) -> float:
         """Returns the share of the input's bytes before a place, or read so far; 0 if unknown."""
@@ -283,9 +285,8 @@ def hash_rows(rows: Iterable[InputRow]) -> tuple[int, str]:
     return count, digest.hexdigest()
 
 
-def hash_chunks(rows: Iterator[InputRow], most: int) -> Iterator[str]:
-    """Yields the hash of each chunk of rows; the last chunk is shorter, perhaps empty."""
-    count = most
-    while count == most:
-        count, found = hash_rows(islice(rows, most))
-        yield found
+def hash_chunks(rows: Iterator[InputRow], first: int, size: Callable[[int], int]) -> Iterator[str]:
+    """Yields the hash of each chunk of rows, of the `size` that one has by its first row."""
+    while count := (found := hash_rows(islice(rows, size(first))))[0]:
+        yield found[1]
+        first += count

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import io
 import stat
+from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -262,16 +263,10 @@ class Series(RowReader):
         """Whether reading begins at any row without reading all rows before it."""
         return all(reader.seeks for reader in self._readers)
 
-    def index(self, folder: Path | None = None, share: float = 0.0, **sizes: int) -> None:
-        """Counts lines, of all files."""
-        for reader in self._readers:
-            reader.index(folder, share, **sizes)
-
-    def number(self, folder: Path | None, share: float = 0.0) -> None:
+    def number(self) -> None:
         """Makes the counts of all files known."""
-        begin = int(share * len(self._readers))
-        for reader in (*self._readers[begin:], *self._readers[:begin]):
-            reader.number(folder, share)
+        for reader in self._readers:
+            reader.number()
 
     def outline(self) -> list[Any]:
         """Returns facts that differ between inputs."""
@@ -295,16 +290,14 @@ class Series(RowReader):
         self._readers = kept
         del self.starts
 
-    def boundary(self, row: int) -> int:
-        """Returns the next row, or the same, where reading begins without rows before it."""
-        start = 0
-        for reader, count in zip(self._readers, self.counts, strict=True):
-            if count is None:
-                return row
-            if row < start + count:
-                return start + reader.boundary(row - start)
-            start += count
-        return start
+    @cached_property
+    def boundaries(self) -> Sequence[int]:  # type: ignore[override]
+        """Those of all files."""
+        found = array("q")
+        for reader in self._readers:
+            start = found[-1] if found else 0
+            found.extend(start + row for row in reader.boundaries[bool(found) :])
+        return found
 
     @cached_property
     def starts(self) -> list[int]:

@@ -3,8 +3,6 @@
 import io
 import json
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,29 +10,10 @@ from typing import Any
 import pytest
 
 from transferry.runtime.errors import InputError
-from transferry.runtime.io.line_index import LineIndex, index_lines
+from transferry.runtime.io import line_index
+from transferry.runtime.io.line_index import LineIndex
 from transferry.runtime.jobs.formats.readers import open_inputs
 from transferry.runtime.jobs.formats.rows import InputRow, RowReader
-
-
-class Memory:
-    """A file in memory, which counts the bytes that are read."""
-
-    def __init__(self, content: bytes) -> None:
-        self.content, self.read = content, 0
-        self.version: tuple[Any, ...] | None = (len(content), 1)
-
-    @contextmanager
-    def opened(self) -> Iterator[io.BufferedReader]:
-        memory = self
-
-        class Raw(io.BytesIO):
-            def readinto(self, buffer: Any) -> int:
-                size = super().readinto(buffer)
-                memory.read += size
-                return size
-
-        yield io.BufferedReader(Raw(self.content), 1)
 
 
 def places(index: LineIndex, content: bytes) -> None:
@@ -46,26 +25,16 @@ def places(index: LineIndex, content: bytes) -> None:
         assert starts[number] == offset
 
 
-@pytest.mark.parametrize(("block", "piece"), [(1, 7), (7, 21), (16, 16)])
-def test_places_are_beginnings_of_lines(tmp_path: Path, block: int, piece: int) -> None:
+@pytest.mark.parametrize("block", [1, 7, 16])
+def test_places_are_beginnings_of_lines(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(line_index, "BLOCK", block)
     draw = random.Random(block)
-    for trial in range(4):
+    for _ in range(4):
         lines = ["x" * draw.randrange(12) for _ in range(draw.randrange(20))]
         content = "\n".join(lines).encode() + b"\n" * draw.randrange(2)
-        file = Memory(content)
-        shared = tmp_path / str(trial)
-        index = index_lines(file, shared, draw.random(), block=block, piece=piece)
-        assert index is not None
+        index = LineIndex.of(io.BytesIO(content))
         assert index.lines == len(content.splitlines())
         places(index, content)
-        # Others take what is there, even where it is in pieces.
-        for path in [*shared.glob("*.json")][: draw.randrange(2)]:
-            path.unlink()
-        file.read = 0
-        again = index_lines(file, shared, 0.0, block=block, piece=piece)
-        assert again is not None
-        assert (again.outline(), again.lines) == (index.outline(), index.lines)
-        assert file.read <= piece + 3
 
 
 def rows_of(form: str, draw: random.Random) -> bytes:
@@ -87,7 +56,7 @@ def rows_of(form: str, draw: random.Random) -> bytes:
 
 
 @pytest.mark.parametrize("form", ["txt", "jsonl", "tsv", "csv"])
-def test_rows_from_anywhere(tmp_path: Path, form: str) -> None:
+def test_rows_from_anywhere(tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also after a header, a byte order mark, bad rows, and in a second file."""
     draw, path, indexed = random.Random(3), tmp_path / f"a.{form}", 0
     told: dict[str, Any] = {} if form == "txt" else {"column": "text"}
@@ -100,9 +69,11 @@ def test_rows_from_anywhere(tmp_path: Path, form: str) -> None:
         except InputError:  # a file of \r alone, or without a header
             continue
         reader = open_inputs([path, path], **told)
-        reader.index(block=draw.choice([1, 7, 64]))
-        indexed += reader.seeks
-        assert reader.count in (None, len(expected))
+        if draw.random() < 0.8:
+            monkeypatch.setattr(line_index, "BLOCK", draw.choice([1, 7, 64]))
+            reader.number()
+            assert reader.count == len(expected)
+            indexed += reader.place(len(expected))[2][1] > 0
         first = draw.randrange(len(expected) + 2)
         for last in (None, first, first + draw.randrange(9)):
             assert list(reader.rows(first, last)) == expected[first:last]

@@ -205,12 +205,15 @@ class LocalRunner(ChunkRunner):
 
     def __init__(self, deaths: Iterable[bool] = (), **engine: Any) -> None:
         super().__init__(lambda: Echo(**engine), 3)
-        self._deaths = deaths
+        self._deaths, self.opened = deaths, 0
 
     @contextmanager
     def crew(self, job: Job, session: int) -> Iterator[LocalCrew]:
-        self.made = LocalCrew(lambda: Worker(*self.told(job, session)), self.workers, self._deaths)
-        yield self.made
+        def made() -> Worker:
+            self.opened += 1
+            return Worker(*self.told(job, session))
+
+        yield LocalCrew(made, self.workers, self._deaths)
 
 
 def by_workers(

@@ -127,7 +127,7 @@ def test_a_finished_job_is_not_done_again(source: Path, tmp_path: Path) -> None:
         ("no summary", ", and no job wrote it, so it is not replaced"),
         ("input", ", and .*input.txt has changed since; add --force"),
         ("option", ", and beam was 1, is 2; add --force"),
-        ("version", ", and job format was 5, is 4 in this version of transferry; add --force"),
+        ("version", ", and job format was 6, is 5 in this version of transferry; add --force"),
     ],
 )
 def test_another_output_is_not_taken_for_the_jobs(source: Path, change: str, reason: str) -> None:
@@ -137,7 +137,7 @@ def test_another_output_is_not_taken_for_the_jobs(source: Path, change: str, rea
     elif change == "input":
         source.write_text(source.read_text() + "one more\n")
     elif change == "version":
-        summary.write_text(summary.read_text().replace('"job_format": 4', '"job_format": 5'))
+        summary.write_text(summary.read_text().replace('"job_format": 5', '"job_format": 6'))
     elif change == "no summary":
         summary.unlink()
     options: dict[str, Any] = {"generation": {"beam": 2}} if change == "option" else {}

@@ -124,7 +124,7 @@ def test_another_job_is_refused_by_name(folder: Path) -> None:
         assert names(folder) == {JOB, JOURNAL, LOCK}
 
 
-@pytest.mark.parametrize("form", [None, 3, 5])
+@pytest.mark.parametrize("form", [None, 3, JOB_FORMAT + 1])
 def test_a_folder_of_another_version_is_refused(folder: Path, form: int | None) -> None:
     """Not even its journal is touched, since its lines may have another form."""
     fingerprint = FINGERPRINT if form is None else FINGERPRINT | {"job_format": form}

@@ -58,7 +58,6 @@ def test_partitions_are_the_rows_of_one_machine(source: Path, count: int, tmp_pa
     out = tmp_path / "out.jsonl"
     summary = merge(parts, out)
     assert out.read_bytes() == whole
-    assert not (tmp_path / ".transferry-lines").exists()
     assert (summary.rows, summary.errors) == (ROWS, {"empty": 1})
     assert summary.first_error == "row 5: there is no text to work on"
     record = json.loads((tmp_path / "out.jsonl.summary.json").read_bytes())
@@ -97,7 +96,7 @@ def test_a_partition_is_resumed(source: Path, tmp_path: Path) -> None:
         ("other beam", InputError, "are not of the same job: beam was 1, is 2"),
         ("other input", InputError, "are not of the same job: input_sha256 was .*, is "),
         ("other number", InputError, "are not of the same job: partitions was 3, is 4"),
-        ("other version", InputError, "2of3.jsonl was written by .*: expected job format 4, found"),
+        ("other version", InputError, "2of3.jsonl was written by .*: expected job format 5, found"),
         ("changed", InputError, r"2of3.jsonl has changed .*, or run --partition 2/3 again"),
         ("no summary", InputError, r"2of3.jsonl has no 2of3.jsonl.summary.json beside it"),
         ("no partition", InputError, "whole.jsonl is not a partition: its job ran without --part"),
@@ -129,7 +128,7 @@ def test_what_is_not_one_job_is_refused(
         for suffix in ("", ".summary.json"):
             shutil.copy(f"{parts[0]}{suffix}", f"{parts[-1]}{suffix}")
     elif fault == "other version":
-        summary.write_text(summary.read_text().replace('"job_format": 4,', ""))
+        summary.write_text(summary.read_text().replace('"job_format": 5,', ""))
     elif fault == "changed":
         parts[1].write_bytes(parts[1].read_bytes()[:-1])
     elif fault == "no summary":
