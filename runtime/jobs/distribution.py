@@ -19,7 +19,7 @@ from transferry.runtime.errors import InputError, TransferryError, UsageError
 from transferry.runtime.io.atomic import durable_file, sync_folder
 from transferry.runtime.io.folders import replace_folder
 from transferry.runtime.jobs.chunk_folder import INPUT, ChunkFolder
-from transferry.runtime.jobs.formats.rows import InputRow, hash_rows
+from transferry.runtime.jobs.formats.rows import InputRow
 from transferry.runtime.jobs.formats.sources import Inputs, Steady
 from transferry.runtime.jobs.job import Job
 from transferry.runtime.jobs.job_options import JobOptions
@@ -346,7 +346,7 @@ class Worker:
         row_range: tuple[int, int | None],
     ) -> None:
         """Opens nothing yet, so that Ray does not count an error as a failed start."""
-        self._load, self._range = load, row_range
+        self._load, self._range, self._runner = load, row_range, runner
         self._opened = sources, output, options, runner
         self._job: Job = cast(Job, None)
         self._read: Iterator[InputRow] = iter(())
@@ -382,12 +382,27 @@ class Worker:
         return found[0][0], self._end
 
     def compute(self, first: int) -> Chunk | Exception:
-        """Finishes the chunk that begins at a row, or returns the error."""
+        """Finishes the chunk that begins at a row, or returns the error.
+
+        A chunk without rows has no file, unless it is the job's first.
+        """
+        job, start, summary = self._job, self._range[0], Summary()
+        folder = ChunkFolder(job.folder, job.fingerprint | {"rows": (start, None)})
         self.rows = 0
         try:
             rows = self._rows(first)
-            chunk = compute_chunk(self._job, first, rows, self._watch, self._range[0])
-            chunk.end = self._end
+            head = [*islice(rows, 1)]
+            if not head and first > start:
+                return Chunk(first=first)
+            with (
+                folder.opened(first) as file,
+                job.counting(summary, summary.add, self._watch) as count,
+            ):
+                chunk = job.write(job.results(chain(head, rows), first), file, first, count)
+            chunk.seal(folder.path(first))
+            # Of the time that passes while all workers compute.
+            chunk.seconds /= self._runner.workers
+            chunk.session, chunk.end = self._runner.session, self._end
             return chunk
         except (TransferryError, OSError) as error:
             self._next = -1
@@ -416,39 +431,6 @@ def require_same_job(job: Job) -> None:
     common = {setting: former.get(setting) for setting in job.fingerprint}
     if changes := differences(common, job.fingerprint):
         raise InputError(f"its settings differ from the job's: {'; '.join(changes)}")
-
-
-def compute_chunk(
-    job: Job,
-    first: int,
-    rows: Iterator[InputRow],
-    watch: Callable[[Summary], None] = lambda summary: None,
-    start: int = 0,
-) -> Chunk:
-    """Writes one chunk, on a worker; a chunk without rows has no file.
-
-    Args:
-        job: The job as the worker has opened it.
-        first: Number of the chunk's first row.
-        rows: Its rows.
-        watch: Called with the counts of the chunk.
-        start: Number of the job's first row, whose chunk always has a file.
-    """
-    folder, summary = ChunkFolder(job.folder, job.fingerprint | {"rows": (start, None)}), Summary()
-    runner = cast(WorkerRunner, job.runner)
-    head = [*islice(rows, 1)]
-    if not head and first > start:
-        return Chunk(first=first, source_sha256=hash_rows(())[1], session=runner.session)
-    with (
-        folder.opened(first) as file,
-        job.counting(summary, summary.add, watch) as count,
-    ):
-        chunk = job.write(job.results(chain(head, rows), first), file, first, count)
-    chunk.seal(folder.path(first))
-    # Of the time that passes while all workers compute.
-    chunk.seconds /= runner.workers
-    chunk.session = runner.session
-    return chunk
 
 
 def is_relayed(job: Job) -> bool:

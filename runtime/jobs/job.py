@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from functools import cached_property, partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -31,7 +32,6 @@ from transferry.runtime.jobs.formats.remote_file import RemoteFile
 from transferry.runtime.jobs.formats.rows import (
     InputRow,
     RowReader,
-    hash_chunks,
     hash_rows,
     read_rows,
 )
@@ -44,8 +44,6 @@ from transferry.runtime.jobs.output_files import (
     BESIDE,
     FOLDER,
     SETTINGS,
-    SUMMARY,
-    beside,
     check_output,
     foreign_output,
     remote_output,
@@ -58,7 +56,7 @@ from transferry.runtime.jobs.plan import (
     is_cut,
     partition_range,
 )
-from transferry.runtime.jobs.summary import Summary, Tally, read_summary
+from transferry.runtime.jobs.summary import SUMMARY, Summary, Tally, beside, read_summary
 from transferry.runtime.settings import to_toml
 from transferry.runtime.stopping import at_stop
 
@@ -489,7 +487,10 @@ class Job:
             named = (change.partition(" was ") for change in changes)
             parts = [part for name, *rest in named for part in (Option(name), *rest, "; ")]
             raise UsageError(f"{refusal}, and ", *parts, remedy)
-        hashes = hash_chunks(self.rows(*self.row_range), self.row_range[0], self.chunk_rows)
+        rows, first, hashes = self.rows(*self.row_range), self.row_range[0], list[str]()
+        while (found := hash_rows(islice(rows, self.chunk_rows(first))))[0]:
+            first += found[0]
+            hashes.append(found[1])
         if hash_of_hashes(hashes) != record.get("source_sha256"):
             raise UsageError(f"{refusal}, and {self.layout.path} has changed since; {remedy}")
         summary = Summary.from_dict(record)

@@ -270,9 +270,7 @@ class Journal:
 
         Raises:
             InputError: The finished chunks belong to another job, or to another format of folder.
-            UsageError: The folder holds files that are not of a job.
         """
-        self._require_own()
         former, note = self.former(), ""
         # Reading would truncate a journal whose lines have another form.
         if former and (found := former.get("job_format")) != fingerprint.get("job_format"):
@@ -348,11 +346,6 @@ class Journal:
 
     def _path(self, number: int) -> Path:
         return self.folder / f"{number // self.block:06d}" / f"{number:08d}.part"
-
-    def _require_own(self) -> None:
-        """Refuses a folder with files that are not of a job, since `clear` would follow."""
-        if fault := self.foreign(self.folder):
-            raise UsageError(f"{self.folder} {fault}; remove it, or name another output")
 
     @classmethod
     def foreign(cls, folder: Path) -> str:

@@ -35,13 +35,12 @@ from transferry.runtime.jobs.journal import (
 )
 from transferry.runtime.jobs.output_files import (
     MANIFEST,
-    SUMMARY,
     RemoteOutput,
     check_output,
     foreign_output,
     write_manifest,
 )
-from transferry.runtime.jobs.summary import Summary, read_summary, summary_path
+from transferry.runtime.jobs.summary import SUMMARY, Summary, beside, read_summary
 
 
 @dataclass(frozen=True)
@@ -119,7 +118,7 @@ class _Partition:
 def _read(path: Path) -> _Partition:
     if (record := read_summary(path)) is None:
         raise InputError(
-            f"{path} has no {summary_path(path).name} beside it that tells how it was made; "
+            f"{path} has no {beside(path).name} beside it that tells how it was made; "
             "give what `transferry run` wrote, with its summary"
         )
     return _Partition.of(path, record)
@@ -146,10 +145,10 @@ def merge(
         return _upload([*map(_read, paths)], RemoteOutput(RemoteFolder(out.url)), force=force)
     if keep_parts and out == STANDARD_STREAM:
         raise UsageError("--keep-parts leaves a folder, and - is standard output; name the folder")
-    what, read = "one of the partitions", [*paths, *map(summary_path, paths)]
+    what, read = "one of the partitions", [*paths, *map(beside, paths)]
     check_output(out, read, "merge", force=force, what=what)
     if out != STANDARD_STREAM:
-        require_writable(out, [summary_path(out).name.removeprefix(out.name)])
+        require_writable(out, [SUMMARY])
     partitions = _checked([*map(_read, paths)])
     hashes = [partition.record["sha256"] for partition in partitions]
     if out.exists() and not force:
@@ -205,8 +204,8 @@ def _describe(summary: Summary, out: Path, digest: str) -> None:
     summary.made["sha256"] = digest
     # Killed after this, the same command goes on; beside another summary it would be refused.
     shutil.rmtree(out) if out.is_dir() else out.unlink(missing_ok=True)
-    with atomic_file(summary_path(out)) as beside:
-        beside.write(f"{json.dumps(summary.to_dict(), indent=1)}\n".encode())
+    with atomic_file(beside(out)) as file:
+        file.write(f"{json.dumps(summary.to_dict(), indent=1)}\n".encode())
 
 
 def _checked(partitions: Sequence[_Partition]) -> list[_Partition]:

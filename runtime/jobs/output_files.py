@@ -31,16 +31,12 @@ from transferry.runtime.jobs.journal import (
     hash_of_hashes,
     hash_output,
 )
-from transferry.runtime.jobs.summary import Summary, read_summary
+from transferry.runtime.jobs.summary import SUMMARY, Summary, beside, read_summary
 from transferry.runtime.settings import foreign_settings
 
 # Files beside the output, by their suffixes.
-SUMMARY, SETTINGS, FOLDER = BESIDE = (".summary.json", ".settings.toml", ".job")
-
-
-def beside(output: Path, suffix: str) -> Path:
-    """Returns the path of a file that belongs to an output."""
-    return output.with_name(output.name + suffix)
+SETTINGS, FOLDER = ".settings.toml", ".job"
+BESIDE = (SUMMARY, SETTINGS, FOLDER)
 
 
 def check_output(

@@ -15,6 +15,7 @@ from transferry.runtime.errors import InputError
 from transferry.runtime.io.documents import checked, read_document
 from transferry.runtime.tables import counted
 
+SUMMARY = ".summary.json"
 # A larger mean has a perplexity above the largest float64.
 MOST_NATS = 709.0
 
@@ -205,14 +206,14 @@ class _Needed(Struct):
     rows: Annotated[int, Meta(ge=0)]
 
 
-def summary_path(output: Path) -> Path:
-    """Returns the path of an output's summary."""
-    return output.with_name(f"{output.name}.summary.json")
+def beside(output: Path, suffix: str = SUMMARY) -> Path:
+    """Returns the path of a file that belongs to an output."""
+    return output.with_name(output.name + suffix)
 
 
 def read_summary(output: Path) -> dict[str, Any] | None:
     """Reads the summary beside an output; None unless a job wrote one."""
-    path, remedy = summary_path(output), "run the job again"
+    path, remedy = beside(output), "run the job again"
     try:
         record = read_document(path, dict[str, Any], remedy)
         checked(record, Summary, str(path), remedy)

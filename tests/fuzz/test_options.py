@@ -29,7 +29,6 @@ from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.decoding.generation_options import GenerationOptions, generation_options
 from transferry.runtime.errors import TransferryError, UsageError
 from transferry.runtime.jobs.job_options import JobOptions, RayOptions
-from transferry.runtime.jobs.output_files import LINES
 from transferry.runtime.settings import to_toml
 
 # A hang has no end; an export on a busy machine takes its time.
@@ -219,8 +218,8 @@ def execute(place: Path, words: list[str]) -> None:
 
 
 def contents(folder: Path) -> dict[Path, str]:
-    """Kind of every path in a folder, with the hash of a file; `merge` removes LINES."""
-    paths = (path for path in folder.rglob("*") if LINES not in path.parts)
+    """Kind of every path in a folder, with the hash of a file."""
+    paths = folder.rglob("*")
     return {path: content(path) for path in paths}
 
 

@@ -155,7 +155,7 @@ class ArrowReader(ColumnarReader):
         if isinstance(self.file, RemoteFile):
             return None
         with _opened_arrow(self._steady) as (_, batches):
-            return sum(batch.num_rows for batch in batches)
+            return sum(int(batch.num_rows) for batch in batches)
 
     def rows(self, first: int = 0, last: int | None = None) -> Iterator[InputRow]:
         """Streams rows first to last - 1."""

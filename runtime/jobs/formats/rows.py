@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice, zip_longest
+from itertools import zip_longest
 from typing import Any
 
 from transferry.runtime.engine.result import RowError
@@ -283,10 +283,3 @@ def hash_rows(rows: Iterable[InputRow]) -> tuple[int, str]:
         row.update(digest)
         count += 1
     return count, digest.hexdigest()
-
-
-def hash_chunks(rows: Iterator[InputRow], first: int, size: Callable[[int], int]) -> Iterator[str]:
-    """Yields the hash of each chunk of rows, of the `size` that one has by its first row."""
-    while count := (found := hash_rows(islice(rows, size(first))))[0]:
-        yield found[1]
-        first += count

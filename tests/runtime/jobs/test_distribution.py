@@ -42,7 +42,7 @@ from transferry.runtime.jobs.journal import Chunk, Journal, parts_of
 from transferry.runtime.jobs.merge import merge
 from transferry.runtime.jobs.plan import Plan
 from transferry.runtime.jobs.ray_job import RayCrew, require_cluster, room_for, watched_start
-from transferry.runtime.jobs.summary import Summary, summary_path
+from transferry.runtime.jobs.summary import Summary, beside
 from transferry.runtime.stopping import at_stop
 
 
@@ -87,7 +87,7 @@ def test_workers_write_the_bytes_of_a_plain_job(tmp_path: Path, form: str, rows:
     firsts = ENDING_WITH_GROUPS[rows] if form == "parquet" else range(0, max(1, total), 3)
     chunks = {f"{first:012d}.jsonl" for first in firsts}
     assert names(out) == {*chunks, "_manifest.json"}
-    record, found = (json.loads(path.read_bytes()) for path in map(summary_path, (job.output, out)))
+    record, found = (json.loads(path.read_bytes()) for path in map(beside, (job.output, out)))
     for name in ("rows", "errors", "first_error", "source_sha256", "fingerprint"):
         assert found[name] == record[name], name
     assert by_workers([first, second], out).finished_before
@@ -217,15 +217,12 @@ def test_a_worker_reads_on_in_a_row_group(tmp_path: Path) -> None:
 def test_a_worker_refuses_what_is_not_the_job(tmp_path: Path) -> None:
     source, out = write_rows(tmp_path / "in.txt", 20), tmp_path / "out.jsonl"
     folder = stopped(source, out)
-    engine = Echo()
-    engine.described = {**engine.described, "onnxruntime": "2.0"}
-    for load, fault in ((lambda: engine, r"differ from .*: onnxruntime was 1\.0, is 2\.0"),):
-        job = Job(Echo(), source, out, JobOptions(chunk_rows=3), LocalRunner())
-        runner = LocalRunner()
-        runner.load = load
-        worker = Worker(*runner.told(job, 0))
-        with pytest.raises(InputError, match=fault):
-            raise worker.open() or AssertionError
+    engine, runner = Echo(), LocalRunner()
+    engine.described["onnxruntime"] = "2.0"
+    runner.load = lambda: engine
+    job = Job(Echo(), source, out, JobOptions(chunk_rows=3), LocalRunner())
+    with pytest.raises(InputError, match=r"differ from .*: onnxruntime was 1\.0, is 2\.0"):
+        raise Worker(*runner.told(job, 0)).open() or AssertionError
     shutil.rmtree(folder)
     with pytest.raises(InputError, match=r"worker on \S+: it sees no .*\.job; put the output on"):
         raise Worker(*LocalRunner().told(job, 0)).open() or AssertionError

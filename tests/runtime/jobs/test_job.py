@@ -164,7 +164,7 @@ def test_an_existing_output_is_kept_unless_forced(source: Path, out: Path) -> No
         ("out.jsonl.summary.json", "was not written by transferry"),
         ("out.jsonl.settings.toml", "was not written by transferry"),
         ("out.jsonl.job", "is not a folder"),
-        ("out.jsonl.job/notes.txt", "holds notes.txt, so it is not the folder of a job"),
+        ("out.jsonl.job/photo.part", "holds photo.part, so it is not the folder of a job"),
         ("out.jsonl.job/job.json", "holds job.json, which is not of a job"),
         ("out.jsonl.job/journal.jsonl", "holds journal.jsonl, which is not of a job"),
     ],

@@ -3,8 +3,6 @@
 import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -202,15 +200,6 @@ def test_what_lost_its_job_file_is_no_job(folder: Path) -> None:
         assert list(journal.chunks) == []
 
 
-def test_a_job_that_finishes_nothing_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError), Journal.locked(tmp_path / "out.job") as journal:
-        journal.begin(FINGERPRINT, force=False)
-        with journal.next_file() as file:
-            file.write(b"half")
-            raise RuntimeError
-    assert names(tmp_path) == set()
-
-
 @pytest.mark.parametrize("where", ["before", "while reading"])
 def test_an_error_before_anything_is_read_loses_nothing(
     folder: Path, where: str, monkeypatch: pytest.MonkeyPatch
@@ -226,23 +215,6 @@ def test_an_error_before_anything_is_read_loses_nothing(
         monkeypatch.setattr(Chunk, "is_intact", stop)
         journal.begin(FINGERPRINT, force=False)
     assert names(folder) == before
-
-
-def test_the_end_removes_the_folder(folder: Path) -> None:
-    with begun(folder) as journal:
-        journal.clear()
-        assert names(folder) == {LOCK}
-    assert not folder.exists()
-
-
-def test_a_folder_of_somebody_else_is_not_touched(tmp_path: Path) -> None:
-    folder = tmp_path / "out.job"
-    folder.mkdir()
-    (folder / "photo.part").write_bytes(b"dear")
-    message = r"out\.job holds photo\.part, so it is not the folder"
-    with pytest.raises(UsageError, match=message), Journal.locked(folder) as journal:
-        journal.begin(FINGERPRINT, force=True)
-    assert names(folder) == {"photo.part"}
 
 
 def test_the_second_of_two_is_refused(tmp_path: Path) -> None:
@@ -278,21 +250,6 @@ def test_a_lock_that_was_removed_while_it_was_opened_is_none(
         assert removed
         assert len(locked) == 2
         assert os.path.samestat(os.fstat(locked[-1]), file.stat())
-
-
-def test_a_killed_process_locks_nothing(tmp_path: Path) -> None:
-    folder = tmp_path / "out.job"
-    script = f"""
-import os, signal, pathlib
-from transferry.runtime.jobs.journal import Journal
-with Journal.locked(pathlib.Path({str(folder)!r})) as journal:
-    journal.begin({FINGERPRINT!r}, force=False)
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == -9
-    assert names(folder) == {JOB, JOURNAL, LOCK}
-    with begun(folder):
-        pass
 
 
 def test_tallies_add_up() -> None:
