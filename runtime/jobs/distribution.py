@@ -119,9 +119,11 @@ class Distribution:
     def _begin(self, add: Callable[[Tally], None]) -> None:
         """Makes the plan, and adds the finished chunks."""
         job, chunks, start = self._job, self._folder.chunks, self._job.row_range[0]
-        if relayed := is_relayed(job):
+        # Who reads a chunk finds where the next begins, so that each byte is read once.
+        if relayed := all(reader.keeps for reader in job.readers):
             self._places[start] = [reader.place(start) for reader in job.readers]
-        known = None if job.target is not None else job.count()
+        same = job.target is None or job.target.count == job.reader.count
+        known = job.count() if same else None
         self._summary.total = known
         self._plan = Plan(
             start,
@@ -272,7 +274,7 @@ class ChunkRunner(Runner):
 
     def told(self, job: Job, session: int) -> tuple[Any, ...]:
         """Returns the arguments of a `Worker`."""
-        options = replace(job.options, partition=None, max_errors=None)
+        options = replace(job.options, partition=None, partition_by=None, max_errors=None)
         runner = WorkerRunner(session, self.workers)
         return self.load, job.sources, job.output, options, runner, job.row_range
 
@@ -431,11 +433,6 @@ def require_same_job(job: Job) -> None:
     common = {setting: former.get(setting) for setting in job.fingerprint}
     if changes := differences(common, job.fingerprint):
         raise InputError(f"its settings differ from the job's: {'; '.join(changes)}")
-
-
-def is_relayed(job: Job) -> bool:
-    """Whether who reads a chunk finds where the next begins, so that each byte is read once."""
-    return all(reader.keeps for reader in job.readers)
 
 
 def steady_files(job: Job) -> list[Steady]:

@@ -181,8 +181,11 @@ class _LineReader(RowReader):
     def number(self) -> None:
         """Counts lines; rows where the file is packed, or some may have several lines."""
         if self.keeps:
-            with self._steady.opened() as file:
-                index = LineIndex.of(file)
+            try:
+                with self._steady.opened() as file:
+                    index = LineIndex.of(file)
+            except OSError as error:
+                raise unreadable(self.file, error) from error
             if not (index.quotes and self._quotes):
                 self._index, self._sha256 = index, index.sha256
                 self.count = max(0, index.lines - self._above)

@@ -276,7 +276,7 @@ def test_folders_of_several_jobs_are_merged(tmp_path: Path) -> None:
     source = write_rows(tmp_path / "in.txt", 20)
     parts = [tmp_path / f"{number}.jsonl" for number in (3, 1, 2)]
     for part in parts:
-        by_workers(source, part, partition=f"{part.stem}/3")
+        by_workers(source, part, partition=f"{part.stem}/3", partition_by="rows")
     merge(parts, tmp_path / "merged.jsonl")
     assert (tmp_path / "merged.jsonl").read_bytes() == run(source, "plain.jsonl")
     next(parts[0].iterdir()).write_bytes(b"changed")
