@@ -34,7 +34,7 @@ class LineIndex:
 
     @classmethod
     def of(cls, file: BinaryIO) -> LineIndex:
-        """Counts the lines of a file, each of which ends in a line feed, by blocks of bytes."""
+        """Counts the lines of a file, whose ends are line feeds, by blocks of bytes."""
         index, digest, start, end = cls(), hashlib.sha256(), 0, b""
         while content := file.read(BLOCK):
             if (first := content.find(b"\n")) >= 0:

@@ -10,7 +10,7 @@ from contextlib import closing
 from heapq import heappop, heappush
 from itertools import accumulate, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.io.atomic import durable_file
@@ -22,9 +22,6 @@ from transferry.runtime.jobs.formats.sources import Series
 from transferry.runtime.jobs.job_options import JobOptions, fraction
 from transferry.runtime.jobs.journal import Journal
 from transferry.runtime.jobs.summary import Summary, Tally
-
-if TYPE_CHECKING:
-    from transferry.runtime.jobs.job import Job
 
 RESTORE = "Restore it, or add --force to discard the saved rows"
 # Chunks that wait, since a worker died of them, until all others are handed out.
@@ -64,7 +61,7 @@ def partition_range(
     return min(ends[0], most), min(ends[1], most)
 
 
-def is_cut(job: Job) -> bool:
+def is_cut(job: Any) -> bool:
     """Whether a job's partition reads its own bytes alone, and so knows no numbers of its rows.
 
     Those decide samples and canaries; ids are filled in by `merge`, if there is one.
@@ -123,13 +120,13 @@ class Runner:
         if output.exists() and not output.is_file():
             raise UsageError(f"{output} is not a file, so it is not replaced; name another")
 
-    def outlook(self, job: Job) -> tuple[int, str]:
+    def outlook(self, job: Any) -> tuple[int, str]:
         """Returns the number of processes that compute, and words on them, if any."""
         return 1, ""
 
     def run(
         self,
-        job: Job,
+        job: Any,
         journal: Journal,
         summary: Summary,
         add: Callable[[Tally], None],
@@ -161,7 +158,7 @@ class Runner:
                 journal.append(chunk)
                 summary.saved = journal.rows
 
-    def publish(self, job: Job, journal: Journal, describe: Callable[[str], None]) -> None:
+    def publish(self, job: Any, journal: Journal, describe: Callable[[str], None]) -> None:
         """Gives the output its name, last of all: where it exists, everything does.
 
         `describe` writes summary and settings beside the output, given its hash.

@@ -187,7 +187,7 @@ class RowReader(ABC):
         return int(self._steady.size)
 
     def boundary(self, row: int) -> int:
-        """Returns the last boundary up to a row; the row itself where there is none behind it."""
+        """Returns the last boundary up to a row; the row itself behind the last one."""
         ends = self.boundaries
         return ends[bisect_right(ends, row) - 1] if ends and row <= ends[-1] else row
 

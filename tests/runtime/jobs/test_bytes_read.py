@@ -95,7 +95,7 @@ def test_each_byte_is_read_once(tmp_path: Path, case: str) -> None:
     lines = (tmp_path / "again.txt.job" / "journal.jsonl").read_bytes().splitlines()
     left = ROWS - sum(json.loads(line)["rows"] for line in lines)
     assert ROWS / 5 < left < ROWS * 0.8
-    # Each worker may begin in a group, and none reads what is saved.
+    # Each worker may begin in a group; saved rows are not read.
     most = MOST * left + 3 * (sizes or [0])[0]
     assert share(sources, again, chunk, LocalRunner(change=short)) * ROWS < most
     assert joined(tmp_path / "ray.txt") == joined(again) == plain.read_bytes()
