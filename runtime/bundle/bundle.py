@@ -58,9 +58,8 @@ class Bundle:
     def load(cls, folder: Path) -> Bundle:
         """Opens a bundle and checks every file against the manifest.
 
-        Raises:
-            InputError: A file is missing, truncated, changed or unreadable, or the format version
-                differs.
+        Raises InputError for a file that is missing, truncated, changed or unreadable, or another
+        format version.
         """
         content = read_manifest(folder)
         manifest = Manifest.from_json(content, str(folder / MANIFEST))
@@ -73,6 +72,16 @@ class Bundle:
                 f"{tokenizer.vocabulary_size}; {REMEDY}"
             )
         return cls(folder, manifest, tokenizer, (files, content))
+
+    @property
+    def tasks(self) -> list[str]:
+        """Names of the tasks that the bundle can do."""
+        if self.manifest.architecture != "encoder-only":
+            return ["generate", "score"]
+        head, masks = self.manifest.head, self.tokenizer.special.mask_id is not None
+        own = [] if head is None or head.task == "embed" else [head.task]
+        ranks = head is not None and own == ["classify"] and len(head.labels) == 1
+        return ["embed", *["fill-mask"] * masks, *own, *["rank"] * ranks]
 
     @property
     def embeds(self) -> bool:

@@ -20,12 +20,8 @@ SHOWN = 8  # names of a list
 class ModelCard:
     """Facts as the publisher states them; an empty one is unknown.
 
-    Attributes:
-        name: Name of the model.
-        source: Repository and revision, or the model that this one was made from.
-        licence: Its licence.
-        languages: Languages of its texts.
-        trained_on: Data sets that it was trained on.
+    The source is a repository and revision, or the model that this one was made from; `trained_on`
+    lists data sets.
     """
 
     name: Words = ""

@@ -68,11 +68,7 @@ class HeadSettings:
     sides: Mapping[str, Side] = field(default_factory=dict)
 
     def side(self, name: str | None) -> Side:
-        """How texts of a side are read, by default of `default_prompt`.
-
-        Raises:
-            UsageError: There is no such side.
-        """
+        """Returns a side, by default `default_prompt`; raises UsageError for another name."""
         name = name or self.default_prompt
         if name not in self.sides:
             raise UsageError(f"prompt must be {' or '.join(self.sides)}, found {shown(name)}")
@@ -85,11 +81,7 @@ class HeadSettings:
         return "".join(texts.get(each, "") if place % 2 else each for place, each in pieces)
 
     def prompt(self, name: str | None) -> str:
-        """Text to put before each text: the prompt of a name, by default `default_prompt`.
-
-        Raises:
-            UsageError: There is no prompt of that name.
-        """
+        """Returns the text before each text, by default `default_prompt`, or raises UsageError."""
         name = self.default_prompt if name is None else name
         if name and name not in self.prompts:
             known = ", ".join(self.prompts) or "none"

@@ -117,8 +117,7 @@ class Manifest:
     def from_json(cls, text: str | bytes, origin: str) -> Manifest:
         """Parses the text that `to_json` wrote; `origin` names the file in errors.
 
-        Raises:
-            InputError: The text is not JSON, inconsistent, or of another format version.
+        Raises InputError for text that is not JSON, inconsistent, or of another format version.
         """
         content = text.encode() if isinstance(text, str) else text
         record = parse_document(content, dict[str, Any], origin, REMEDY)

@@ -99,11 +99,9 @@ Role = Literal[
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One input or output of a graph.
+    """One input or output of a graph, by its name there.
 
     Attributes:
-        name: Name in the graph.
-        role: Purpose.
         type: numpy's name of the element type, such as "float32".
         shape: Sizes of fixed dimensions, symbols of dynamic ones.
     """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from transferry.runtime.engine.tasks.fill_mask import fill_mask
 from transferry.runtime.engine.tasks.generate import generate
 from transferry.runtime.engine.tasks.rank import rank
 from transferry.runtime.engine.tasks.score import score
-from transferry.runtime.engine.tasks.table import tasks_of
 from transferry.runtime.engine.tasks.tag import tag
 from transferry.runtime.proof.recorded import verify_recorded
 from transferry.runtime.proof.report import ParityReport
@@ -50,11 +48,6 @@ class Engine(OpenBundle):
     rank = rank
     tag = tag
     answer = answer
-
-    @property
-    def tasks(self) -> Sequence[str]:
-        """Names of the tasks that the bundle can do."""
-        return tasks_of(self.bundle)
 
     def verify(self) -> ParityReport:
         """Compares what this engine serves with the answers recorded at export; without torch."""

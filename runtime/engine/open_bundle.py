@@ -217,7 +217,7 @@ class OpenBundle:
     @property
     def tasks(self) -> Sequence[str]:
         """Names of the tasks that the bundle can do."""
-        raise NotImplementedError
+        return self.bundle.tasks
 
     @property
     def decoder(self) -> ServedDecoder:

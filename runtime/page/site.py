@@ -17,7 +17,7 @@ from typing import Any
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.manifest import MANIFEST
 from transferry.runtime.bundle.specs import PORTABLE, STANDARD, Variant
-from transferry.runtime.engine.tasks.table import TASKS, tasks_of
+from transferry.runtime.engine.tasks.table import TASKS
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.io.documents import read_document
 from transferry.runtime.io.folders import replace_folder, staged_folder
@@ -33,7 +33,6 @@ WEBGPU = (
     *("ort.webgpu.min.mjs", "ort-wasm-simd-threaded.asyncify.mjs"),
     "ort-wasm-simd-threaded.asyncify.wasm",
 )
-# Variants of standard operators only.
 # Placeholders in service-worker.js.
 FILES, GPU_FILES, VERSION = '"FILES"', '"GPU_FILES"', "VERSION"
 SERVICE_WORKER, SETTINGS = "service-worker.js", "site.json"
@@ -41,12 +40,7 @@ SERVICE_WORKER, SETTINGS = "service-worker.js", "site.json"
 
 @dataclass(frozen=True)
 class Site:
-    """Content of a written site.
-
-    Attributes:
-        sizes: Size of every file by its path in the site, in bytes.
-        standing: Sentences about the certificates of the bundle.
-    """
+    """Content of a written site: sizes by path in bytes, and sentences about the certificates."""
 
     sizes: Mapping[str, int]
     standing: tuple[str, ...]
@@ -80,8 +74,7 @@ def write_site(
         out: Folder of the site.
         title: Heading of the page. Default: the name of the bundle's folder.
         variant: One of `STANDARD`.
-        runtime: Folder that holds onnxruntime-web, or node_modules around it. Default: that of
-            `find_runtime`.
+        runtime: As for `find_runtime`.
         webgpu: Whether browsers with WebGPU use it; their answers may differ by rounding.
         force: Replace a site in `out`.
 
@@ -193,7 +186,7 @@ def site_settings(
     bundle: Bundle, variant: str, title: str, standing: tuple[str, ...], webgpu: bool
 ) -> dict[str, Any]:
     """Content of site.json, which page.js and worker.js read."""
-    tasks = [TASKS[name] for name in tasks_of(bundle)]
+    tasks = [TASKS[name] for name in bundle.tasks]
     *_, (task, page) = ((task, task.page) for task in tasks if task.page is not None)
     first, *rest = task.name.split("-")
     return {

@@ -6,7 +6,6 @@ Needs no torch.
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -106,12 +105,9 @@ class RecordedSearch:
 
 @dataclass(frozen=True)
 class Reference:
-    """The recorded answers.
+    """Recorded cases with the expected tensors, and searches over sources of token ids.
 
-    Attributes:
-        cases: Inputs with the expected tensors.
-        sources: Token ids of the sources of the searches.
-        searches: Searches over them; none for an encoder-only model.
+    An encoder-only model has no searches.
     """
 
     cases: Sequence[tuple[Case, Truth]]
@@ -278,10 +274,7 @@ class _Replay:
             expected = ExpectedAnswers(
                 range(len(item.answers)),
                 sources,
-                [
-                    [Hypothesis(tuple(tokens), math.nan, math.nan, "end") for tokens in answers]
-                    for answers in item.answers
-                ],
+                item.hypotheses(self.special),
                 item.exact,
                 reasons=False,  # not recorded
             )
@@ -358,7 +351,7 @@ def verify_recorded(bundle: Bundle, model: ServedModel) -> ParityReport:
         **({} if bundle.manifest.head is None else {"task": bundle.manifest.head.task}),
         "batch_rows": batch_rows,
         "recorded": reference.coverage,
-        "tasks": _tasks(bundle),
+        "tasks": bundle.tasks,  # the compared outputs decide all of them
     }
     return ParityReport(
         str(bundle.folder),
@@ -411,17 +404,3 @@ def vectors(bundle: Bundle) -> Iterator[dict[str, Any]]:
                 answer = {"answer_ids": tokens, "answer": tokenizer.decode(tokens)}
                 vector |= {**answer, "options": item.options}
         yield vector
-
-
-def _tasks(bundle: Bundle) -> list[str]:
-    """Returns the tasks that the compared outputs decide: all tasks of the bundle."""
-    if bundle.manifest.architecture != "encoder-only":
-        return ["generate", "score"]
-    head, mask_id = bundle.manifest.head, bundle.tokenizer.special.mask_id
-    found = ["embed", *([] if mask_id is None else ["fill-mask"])]
-    if head is not None and head.task != "embed":
-        found += [
-            head.task,
-            *(["rank"] if head.task == "classify" and len(head.labels) == 1 else []),
-        ]
-    return found

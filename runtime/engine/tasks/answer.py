@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from transferry.runtime.engine.preprocess import LongRows, WorkItem, checked_pairs
-from transferry.runtime.engine.result import NOT_FINITE, Results, RowError, RowResult
+from transferry.runtime.engine.preprocess import EncodedRow, LongRows, checked_pairs
+from transferry.runtime.engine.result import Results, RowError, RowResult
 from transferry.runtime.engine.tasks.heads import (
+    EMPTY,
     EncoderCall,
     HeadTask,
     Pair,
@@ -56,12 +57,7 @@ class Span:
 
 @dataclass(frozen=True)
 class AnsweredResult(RowResult):
-    """Answers to one question.
-
-    Attributes:
-        pair: The context, or its error.
-        answers: The likeliest spans, best first.
-    """
+    """The likeliest answers to a question, best first; `pair` is its context, or an error."""
 
     pair: str | RowError | None = None
     answers: tuple[Span, ...] = ()
@@ -175,34 +171,31 @@ def answer(
     if long_rows != "error":
         raise UsageError(Option("long_rows"), f" {NO_CUTS}")
     call = _Call(engine, max_seq_len, doc_stride)
-    named = {"top": 1 if top is None else top, "max_answer_len": max_answer_len}
-    for name, value in named.items():
-        check_value(name, value, Count)
-    call.top, call.longest_answer = named.values()
+    call.top, call.longest_answer = 1 if top is None else top, max_answer_len
+    check_value("top", call.top, Count)
+    check_value("max_answer_len", max_answer_len, Count)
     call.or_none = handle_impossible_answer
     windows = call.windows(checked_pairs(pairs, both=True))
     found = engine.map(windows, call.prepare, call.compute, engine.encoders, key=_key)
     return Results(call.joined(found))
 
 
-class _Window(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class _Window(EncodedRow):
     """Question and a part of its context as token ids, or an error.
 
     Attributes:
         pair: Both texts.
         number: Its place among the windows of the context.
-        ids: Its tokens.
-        first: Place of the first token of the context among them.
+        first: Place of the first token of the context among its tokens.
         places: Where the tokens of the context stand.
-        error: Why there are no tokens.
     """
 
+    text: str = ""
     pair: tuple[Any, Any]
     number: int = 0
-    ids: Sequence[int] = ()
     first: int = 0
     places: Sequence[Place] = ()
-    error: RowError | None = None
 
 
 def _key(window: _Window) -> Any:
@@ -214,7 +207,7 @@ class _Found(RowResult):
     """Spans of a window, best first, and the probability that it has no answer."""
 
     spans: tuple[Span, ...] = ()
-    nothing: float = 0.0
+    unanswered: float = 0.0
 
     @property
     def size(self) -> int:
@@ -225,13 +218,14 @@ class _Found(RowResult):
 
 
 class _Call(EncoderCall):
+    task, kind = Answer.name, _Found
     top = 1
     longest_answer = 15
     or_none = False
 
     def __init__(self, engine: OpenBundle, window: int | None, shared: int | None) -> None:
-        head_of(engine, Answer.name)
-        super().__init__(engine, Answer.name, "error")
+        head_of(engine, self.task)
+        super().__init__(engine, "error")
         self.tokenizer = engine.bundle.tokenizer
         self.tokenizer.places("a")  # refuses tokenizers that do not tell places
         if not self.special.between:
@@ -258,52 +252,46 @@ class _Call(EncoderCall):
     def _windows(self, pair: tuple[Any, Any]) -> list[_Window]:
         for side in pair:
             if isinstance(side, RowError):
-                return [_Window(pair, error=side)]
-        empty = RowError("empty", "there is no text to work on")
+                return [_Window(pair=pair, error=side)]
         if not all(side.strip() for side in pair):
-            return [_Window(pair, error=empty)]
+            return [_Window(pair=pair, error=EMPTY)]
         question, context = pair
         try:
             (asked,) = self.tokenizer.encode_batch([question])
             ids, places = self.tokenizer.encode(context), self.tokenizer.places(context)
         except TextError as error:
-            return [_Window(pair, error=RowError("tokenizer", str(error)))]
+            return [_Window(pair=pair, error=RowError("tokenizer", str(error)))]
         if not ids:
-            return [_Window(pair, error=empty)]
+            return [_Window(pair=pair, error=EMPTY)]
         special = self.special
         begin = [*special.before, *asked, *special.between]
         room = self.window - len(begin) - len(special.after)
         if len(ids) > room <= self.shared:
             told = f"the question leaves {max(0, room)} of {self.window} tokens for the context, "
             told += f"expected more than doc_stride ({self.shared}); shorten it, or change "
-            return [_Window(pair, error=RowError("too-long", f"{told}doc_stride or max_seq_len"))]
+            no_room = RowError("too-long", f"{told}doc_stride or max_seq_len")
+            return [_Window(pair=pair, error=no_room)]
         return [
             _Window(
-                pair,
-                number,
-                (*begin, *ids[first:last], *special.after),
-                len(begin),
-                places[first:last],
+                ids=(*begin, *ids[first:last], *special.after),
+                pair=pair,
+                number=number,
+                first=len(begin),
+                places=places[first:last],
             )
             for number, (first, last) in enumerate(
                 parts(len(ids), room, self.shared, from_end=special.keeps_end)
             )
         ]
 
-    def prepare(self, rows: list[_Window]) -> list[WorkItem[_Window] | _Found]:
-        """Returns a work item for each window."""
-        return [
-            WorkItem(row, len(row.ids)) if row.error is None else _Found("", 0, error=row.error)
-            for row in rows
-        ]
+    def encoded(self, rows: list[_Window]) -> list[_Window]:
+        return rows
 
-    def result(self, row: _Window, found: Scores) -> _Found:
+    def part(self, row: _Window, found: Scores) -> Scores:
+        return found[: len(row.ids)]
+
+    def answer(self, row: _Window, scores: Scores) -> Mapping[str, Any]:
         """Returns the likeliest spans of a window, with characters of whole words."""
-        import numpy as np
-
-        scores = found[: len(row.ids)]
-        if not np.isfinite(scores).all():
-            return _Found("", len(row.ids), error=NOT_FINITE)
         # The first token, which is in no span, stands for "no answer".
         kept = [*range(min(1, len(self.special.before))), *range(row.first, len(row.ids))]
         kept = kept[: len(kept) - len(self.special.after)]
@@ -316,7 +304,7 @@ class _Call(EncoderCall):
         for first, last, score in best:
             begin, stop = words[first][0], words[last][1]
             spans.append(Span(text[begin:stop], begin, stop, score))
-        return _Found("", len(row.ids), spans=tuple(spans), nothing=nothing)
+        return {"spans": tuple(spans), "unanswered": nothing}
 
     def joined(self, results: Iterator[_Found]) -> Iterator[AnsweredResult]:
         """Joins the results of windows to results of rows."""
@@ -347,7 +335,7 @@ class _Call(EncoderCall):
             answers[span.text.lower()] = span
         listed = [*answers.values()]
         if self.or_none or not listed:
-            listed.append(Span("", 0, 0, min(window.nothing for window in found)))
+            listed.append(Span("", 0, 0, min(window.unanswered for window in found)))
         return tuple(sorted(listed, key=lambda one: -one.score)[: self.top])
 
 
@@ -366,13 +354,10 @@ def parts(length: int, room: int, shared: int, *, from_end: bool) -> list[tuple[
 def best_spans(
     start: Scores, end: Scores, longest: int, count: int
 ) -> list[tuple[int, int, float]]:
-    """Returns first and last token and probability of the likeliest spans, best first.
+    """Returns first and last token and probability of at most `count` likeliest spans, best first.
 
-    Args:
-        start: Probability that a span begins at a token `[tokens]`.
-        end: Probability that it ends there `[tokens]`.
-        longest: Limit on the tokens of a span.
-        count: Limit on the spans.
+    Spans of at most `longest` tokens are drawn from the probabilities `[tokens]` that one begins
+    and that it ends at a token.
     """
     import numpy as np
 

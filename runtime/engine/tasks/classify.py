@@ -121,7 +121,7 @@ def classify(
 class _Call(PairCall):
     task, kind = Classify.name, ClassifiedResult
 
-    def answer(self, scores: Scores) -> Mapping[str, Any]:
+    def answer(self, row: Any, scores: Scores) -> Mapping[str, Any]:
         kind, labels = self.head.probabilities, self.head.labels
         values = probabilities(scores, kind).tolist()
         both = [LabelScore(*each) for each in zip(labels, values, strict=True)]

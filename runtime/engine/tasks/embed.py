@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from transferry.runtime.bundle.head import HeadSettings
-from transferry.runtime.engine.preprocess import EncodedRow, LongRows, WorkItem, checked_texts
+from transferry.runtime.engine.preprocess import EncodedRow, LongRows, checked_texts
 from transferry.runtime.engine.prompts import Asked, Encodable, Parts, Prompt, encode_prompt
-from transferry.runtime.engine.result import NOT_FINITE, Results, RowError, RowResult
+from transferry.runtime.engine.result import Results, RowError, RowResult
 from transferry.runtime.engine.tasks.heads import (
     EncoderCall,
     default_long_rows,
@@ -25,7 +25,6 @@ from transferry.runtime.engine.tasks.task import (
     Task,
     TopOptions,
     columns,
-    is_encoder,
 )
 from transferry.runtime.errors import Option, UsageError
 from transferry.runtime.settings import Count, check_value
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from transferry.runtime.bundle.bundle import Bundle
     from transferry.runtime.engine.open_bundle import OpenBundle
     from transferry.runtime.engine.tasks.heads import Scores
 
@@ -43,17 +41,12 @@ Pooling = Literal["mean", "first", "last"]
 
 @dataclass(frozen=True)
 class EmbeddingResult(RowResult):
-    """Vector of one input row.
-
-    Attributes:
-        vector: `[width]` float32; NaN on an error.
-    """
+    """Vector of one input row, `[width]` float32; NaN on an error."""
 
     vector: NDArray[np.float32]
 
     @property
     def size(self) -> int:
-        """Numbers that it holds, roughly."""
         return self.source_tokens + len(self.vector)
 
     def _answer(self, n_best: int) -> dict[str, Any]:
@@ -76,7 +69,6 @@ class SparseResult(RowResult):
 
     @property
     def size(self) -> int:
-        """Numbers that it holds, roughly."""
         return self.source_tokens + 4 * len(self.indices)
 
     def _answer(self, n_best: int) -> dict[str, Any]:
@@ -93,18 +85,15 @@ class SparseResult(RowResult):
 
 @dataclass(frozen=True)
 class TokenVectorsResult(RowResult):
-    """Vectors of the tokens of one input row, in their order.
+    """Vectors of the tokens of one input row, `[tokens, width]` float32, in their order.
 
-    Attributes:
-        vectors: `[tokens, width]` float32, without the tokens that the bundle leaves out; empty on
-            an error.
+    The tokens that the bundle leaves out have none, nor has an error.
     """
 
     vectors: NDArray[np.float32]
 
     @property
     def size(self) -> int:
-        """Numbers that it holds, roughly."""
         return self.source_tokens + int(self.vectors.size)
 
     def _answer(self, n_best: int) -> dict[str, Any]:
@@ -157,10 +146,6 @@ class Embed(Task):
             self.columns = SPARSE
         elif options.top is not None:
             raise UsageError(Option("top"), " has no effect on dense vectors; leave it out")
-
-    @classmethod
-    def fits(cls, bundle: Bundle) -> bool:
-        return is_encoder(bundle)
 
     def given(self, row: Any) -> Any:
         request = row.request
@@ -293,6 +278,9 @@ class _EmbeddedRow(EncodedRow):
 
 
 class _Call(EncoderCall):
+    task = Embed.name
+    kind: type[Any] = EmbeddingResult
+
     def __init__(
         self,
         engine: OpenBundle,
@@ -303,67 +291,68 @@ class _Call(EncoderCall):
     ) -> None:
         import numpy as np
 
-        super().__init__(engine, "embed", long_rows)
+        super().__init__(engine, long_rows)
         self.tokenizer = engine.bundle.tokenizer
         self.output = "head" if pooling is None and engine.bundle.embeds else "hidden"
         self.pooling, self.normalise = pooling or "mean", normalise
         head = engine.bundle.manifest.head or HeadSettings("embed")
         self.prompt = "" if head.sides else head.prompt(prompt)
-        self.no_vector = np.full(embedding_width(engine, pooling), np.nan, np.float32)
+        self.width = embedding_width(engine, pooling)
+        self.nothing = {"vector": np.full(self.width, np.nan, np.float32)}
 
-    def failed(self, text: str, tokens: int, error: RowError) -> RowResult:
-        """Returns the result of an error."""
-        return EmbeddingResult(text, tokens, self.no_vector, error=error)
-
-    def prepare(
-        self, texts: list[str | RowError | Asked]
-    ) -> list[WorkItem[_EmbeddedRow] | RowResult]:
-        asked = [text if isinstance(text, Asked) else Asked(text) for text in texts]
+    def encoded(self, rows: list[str | RowError | Asked]) -> list[_EmbeddedRow]:
+        asked = [row if isinstance(row, Asked) else Asked(row) for row in rows]
         prompted = [
             self.prompt + text if isinstance(text, str) and text.strip() else text
             for text in (each.source for each in asked)
         ]
         plain = [text for text in prompted if not isinstance(text, Prompt)]
-        rows = iter(self.preprocessor.encode(plain, self.long_rows))
+        texts = iter(self.preprocessor.encode(plain, self.long_rows))
         around = self.tokenizer, self.preprocessor.positions, self.long_rows, 0
         encoded = [
-            encode_prompt(text, *around) if isinstance(text, Prompt) else next(rows)
+            encode_prompt(text, *around) if isinstance(text, Prompt) else next(texts)
             for text in prompted
         ]
         return list(map(self._item, asked, encoded))
 
-    def _item(self, asked: Asked, row: EncodedRow) -> WorkItem[_EmbeddedRow] | RowResult:
-        source = asked.source
-        text = source if isinstance(source, str) else row.text
-        if row.error is not None:
-            return self.failed(row.text and text, row.tokens, row.error)
-        named = {**vars(row), "text": text}
-        return WorkItem(_EmbeddedRow(**named, dimensions=asked.dimensions), len(row.ids))
+    def _item(self, asked: Asked, row: EncodedRow) -> _EmbeddedRow:
+        text = asked.source if isinstance(asked.source, str) else row.text
+        named = {**vars(row), "text": row.text and text}
+        return _EmbeddedRow(**named, dimensions=asked.dimensions)
 
-    def result(self, row: _EmbeddedRow, found: Scores) -> RowResult:
-        import numpy as np
-
+    def part(self, row: _EmbeddedRow, found: Scores) -> Scores:
         if self.output == "head":
             found = found[None]
         elif self.pooling == "first":
             found = found[:1]
         elif self.pooling == "last":
             found = found[len(row.ids) - 1 :][:1]
-        vector = found[: len(row.ids), : len(self.no_vector)].mean(axis=0, dtype=np.float64)
-        vector = vector[: row.dimensions or None]
-        if self.normalise:
-            vector /= max(float(np.linalg.norm(vector)), np.finfo(np.float64).tiny)
-        error = None if np.isfinite(vector).all() else NOT_FINITE
-        vector = self.no_vector if error else vector.astype(np.float32)
-        return EmbeddingResult(row.text, len(row.ids), vector, error=error, truncated=row.truncated)
+        return found[: len(row.ids), : self.width][:, : row.dimensions or None]
+
+    def answer(self, row: _EmbeddedRow, scores: Scores) -> Mapping[str, Any]:
+        import numpy as np
+
+        vector = self.normalised(scores.mean(axis=0, dtype=np.float64))
+        return {"vector": vector.astype(np.float32)}
+
+    def normalised(self, vector: Scores) -> Scores:
+        """Returns a vector `[width]` float64, of length 1 if that is asked for."""
+        import numpy as np
+
+        if not self.normalise:
+            return vector
+        found: Scores = vector / max(float(np.linalg.norm(vector)), np.finfo(np.float64).tiny)
+        return found
 
 
 class _TokensCall(_Call):
+    kind = TokenVectorsResult
+
     def __init__(self, engine: OpenBundle, prompt: str | None, long_rows: LongRows | None) -> None:
         import numpy as np
 
         super().__init__(engine, None, False, None, long_rows)
-        self.side = head_of(engine, "embed").side(prompt)
+        self.side = head_of(engine, self.task).side(prompt)
         special = self.special
         self.preprocessor = replace(
             self.preprocessor,
@@ -372,11 +361,9 @@ class _TokensCall(_Call):
         )
         self.unseen = engine.bundle.manifest.model.get("unseen_token", -1)
         self.skipped = np.array(self.side.skipped, np.int64)
+        self.nothing = {"vectors": np.zeros((0, self.width), np.float32)}
 
-    def failed(self, text: str, tokens: int, error: RowError) -> RowResult:
-        return TokenVectorsResult(text, tokens, _nothing(self.no_vector), error=error)
-
-    def _item(self, asked: Asked, row: EncodedRow) -> WorkItem[_EmbeddedRow] | RowResult:
+    def _item(self, asked: Asked, row: EncodedRow) -> _EmbeddedRow:
         # Token ids are read as they are.
         if isinstance(asked.source, Prompt):
             return super()._item(asked, row)
@@ -388,43 +375,33 @@ class _TokensCall(_Call):
             row = replace(row, ids=[*row.ids, *filled])
         return super()._item(asked, row)
 
-    def result(self, row: _EmbeddedRow, found: Scores) -> TokenVectorsResult:
+    def part(self, row: _EmbeddedRow, found: Scores) -> Scores:
         import numpy as np
 
-        kept = ~np.isin(np.asarray(row.ids, np.int64), self.skipped)
-        vectors = found[: len(row.ids)][kept]
-        error = None if np.isfinite(vectors).all() else NOT_FINITE
-        vectors = _nothing(self.no_vector) if error else vectors.astype(np.float32)
-        given = row.text, len(row.ids), vectors
-        return TokenVectorsResult(*given, error=error, truncated=row.truncated)
+        return found[: len(row.ids)][~np.isin(np.asarray(row.ids, np.int64), self.skipped)]
 
-
-def _nothing(vector: NDArray[np.float32]) -> NDArray[np.float32]:
-    return vector[None][:0]
+    def answer(self, row: _EmbeddedRow, scores: Scores) -> Mapping[str, Any]:
+        return {"vectors": scores.astype("float32")}
 
 
 class _SparseCall(_Call):
+    kind = SparseResult
     top: int | None = None
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
+        self.nothing = {}
         self.names = {token: name for name, token in self.tokenizer.vocabulary().items()}
 
-    def failed(self, text: str, tokens: int, error: RowError) -> RowResult:
-        return SparseResult(text, tokens, error=error)
+    def part(self, row: _EmbeddedRow, found: Scores) -> Scores:
+        return found
 
-    def result(self, row: _EmbeddedRow, found: Scores) -> SparseResult:
+    def answer(self, row: _EmbeddedRow, scores: Scores) -> Mapping[str, Any]:
         import numpy as np
 
-        named: dict[str, Any] = {"truncated": row.truncated}
-        weights = found.astype(np.float64)
-        if self.normalise:
-            weights /= max(float(np.linalg.norm(weights)), np.finfo(np.float64).tiny)
-        if not np.isfinite(weights).all():
-            return SparseResult(row.text, len(row.ids), error=NOT_FINITE, **named)
+        weights = self.normalised(scores.astype(np.float64))
         kept = np.argsort(-weights, kind="stable")[: self.top]
         kept = kept[weights[kept] > 0]
-        values = weights[kept].astype(np.float32).tolist()
         tokens = tuple(str(self.names.get(token, f"<{token}>")) for token in kept.tolist())
-        both = tuple(kept.tolist()), tuple(values)
-        return SparseResult(row.text, len(row.ids), *both, tokens, **named)
+        values = tuple(weights[kept].astype(np.float32).tolist())
+        return {"indices": tuple(kept.tolist()), "weights": values, "tokens": tokens}

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
-from transferry.runtime.engine.preprocess import EncodedRow, LongRows, WorkItem, checked_texts
-from transferry.runtime.engine.result import NOT_FINITE, Results, RowError, RowResult
+from transferry.runtime.engine.preprocess import EncodedRow, LongRows, checked_texts
+from transferry.runtime.engine.result import Results, RowError, RowResult
 from transferry.runtime.engine.tasks.heads import EncoderCall
 from transferry.runtime.engine.tasks.task import (
     LINES,
@@ -21,13 +21,11 @@ from transferry.runtime.engine.tasks.task import (
     Task,
     TopOptions,
     columns,
-    is_encoder,
 )
 from transferry.runtime.errors import UsageError, require
 from transferry.runtime.settings import MOST, check_value
 
 if TYPE_CHECKING:
-    from transferry.runtime.bundle.bundle import Bundle
     from transferry.runtime.engine.open_bundle import OpenBundle
     from transferry.runtime.engine.tasks.heads import Scores
 
@@ -38,12 +36,9 @@ Few = Annotated[int, msgspec.Meta(le=MOST)]
 
 @dataclass(frozen=True)
 class Candidate:
-    """A token for the place of a mask.
+    """A token for the place of a mask, with its text.
 
-    Attributes:
-        text: The token as text.
-        token: Its id.
-        log_probability: In nats, over the whole vocabulary.
+    Its log-probability is in nats, over the whole vocabulary.
     """
 
     text: str
@@ -102,10 +97,6 @@ class FillMask(Task):
         self.settings["top"] = TOP if options.top is None else options.top
         _ = engine.encoder  # refuses other architectures before anything is opened
 
-    @classmethod
-    def fits(cls, bundle: Bundle) -> bool:
-        return is_encoder(bundle) and bundle.tokenizer.special.mask_id is not None
-
     def same(self, row: Any, again: Any, bounds: Bounds) -> Difference:
         """Compares the best token of each mask, and its log-probability."""
         ties = 0
@@ -156,12 +147,12 @@ def fill_mask(
 
 
 class _Call(EncoderCall):
-    output = "logits"
+    task, kind, output = FillMask.name, FilledMaskResult, "logits"
 
     def __init__(
         self, engine: OpenBundle, mask: str, mask_id: int, top: int, long_rows: LongRows
     ) -> None:
-        super().__init__(engine, FillMask.name, long_rows)
+        super().__init__(engine, long_rows)
         self.tokenizer = engine.bundle.tokenizer
         self.mask, self.mask_id, self.top = mask, mask_id, top
         longest = engine.preprocessor.longest_token
@@ -173,29 +164,22 @@ class _Call(EncoderCall):
             longest_token=longest and max(longest, len(mask) + 1),
         )
 
-    def prepare(self, texts: list[str | RowError]) -> list[WorkItem[EncodedRow] | FilledMaskResult]:
-        return [self._item(row) for row in self.preprocessor.encode(texts, self.long_rows)]
+    def encoded(self, rows: list[str | RowError]) -> list[EncodedRow]:
+        return list(map(self._with_mask, super().encoded(rows)))
 
-    def _item(self, row: EncodedRow) -> WorkItem[EncodedRow] | FilledMaskResult:
-        error = row.error
-        if error is None and self.mask_id not in row.ids:
-            side = "last" if self.special.keeps_end else "first"
-            where = f" among the {side} {len(row.ids)} tokens" if row.truncated else ""
-            error = RowError("no-mask", f"there is no {self.mask} to fill in{where}")
-        if error is not None:
-            return FilledMaskResult(row.text, row.tokens, error=error)
-        return WorkItem(row, len(row.ids))
+    def _with_mask(self, row: EncodedRow) -> EncodedRow:
+        if row.error is not None or self.mask_id in row.ids:
+            return row
+        side = "last" if self.special.keeps_end else "first"
+        where = f" among the {side} {len(row.ids)} tokens" if row.truncated else ""
+        return replace(row, error=RowError("no-mask", f"there is no {self.mask} to fill in{where}"))
 
-    def result(self, row: EncodedRow, found: Scores) -> FilledMaskResult:
-        import numpy as np
+    def part(self, row: EncodedRow, found: Scores) -> Scores:
+        return found[[place for place, token in enumerate(row.ids) if token == self.mask_id]]
 
+    def answer(self, row: EncodedRow, scores: Scores) -> Mapping[str, Any]:
         from transferry.runtime.decoding.logits import log_sum_exp, top_k
 
-        ids = np.array(row.ids)
-        places = np.flatnonzero(ids == self.mask_id)
-        scores = found[places]
-        if not np.isfinite(scores).all():
-            return FilledMaskResult(row.text, len(ids), error=NOT_FINITE, truncated=row.truncated)
         values, tokens = top_k(scores, min(self.top, scores.shape[1]))
         values = values - log_sum_exp(scores)[:, None]
         candidates = tuple(
@@ -205,6 +189,6 @@ class _Call(EncoderCall):
             )
             for mask in zip(tokens.tolist(), values.tolist(), strict=True)
         )
-        ids[places] = tokens[:, 0]
-        text = self.tokenizer.decode(ids.tolist())
-        return FilledMaskResult(row.text, len(ids), text, candidates, truncated=row.truncated)
+        best = iter(tokens[:, 0].tolist())
+        filled = [next(best) if token == self.mask_id else token for token in row.ids]
+        return {"text": self.tokenizer.decode(filled), "candidates": candidates}

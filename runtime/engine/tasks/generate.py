@@ -37,6 +37,7 @@ from transferry.runtime.engine.tasks.task import (
     LINES,
     Bounds,
     Difference,
+    Kind,
     Layout,
     Page,
     Task,
@@ -46,7 +47,6 @@ from transferry.runtime.errors import Option, UsageError, joined_options
 from transferry.runtime.settings import Whole64, check_value
 
 if TYPE_CHECKING:
-    from transferry.runtime.bundle.bundle import Bundle
     from transferry.runtime.decoding.strategy import Request
     from transferry.runtime.engine.open_bundle import OpenBundle
     from transferry.runtime.engine.worker_pool import Take
@@ -55,11 +55,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TextHypothesis(Hypothesis):
-    """A hypothesis with its text.
-
-    Attributes:
-        text: The tokens as text.
-    """
+    """A hypothesis with its tokens as text."""
 
     text: str
 
@@ -94,7 +90,6 @@ class GenerationResult(RowResult):
 
     @property
     def size(self) -> int:
-        """Numbers that it holds, roughly."""
         return self.source_tokens + sum(len(each.tokens) for each in self.hypotheses)
 
     def _answer(self, n_best: int) -> dict[str, Any]:
@@ -140,19 +135,16 @@ class GenerateOptions(LanguageOptions):
         return None if self.prompt_ids is None else "ids"
 
 
+# Columns of a hypothesis.
+BEST: Mapping[str, Kind] = {"text": "text", "score": "float", "finish_reason": "text"}
+
+
 class Generate(Task):
     """Answers to texts, chats and token ids."""
 
     name = "generate"
     options = GenerateOptions
-    columns = columns(
-        text="text",
-        score="float",
-        finish_reason="text",
-        target_tokens="integer",
-        source_tokens="integer",
-        n_best=[{"text": "text", "score": "float", "finish_reason": "text"}],
-    )
+    columns = columns(**BEST, target_tokens="integer", source_tokens="integer", n_best=[BEST])
     formats = (*LINES, "openai")
     default_format = "text"
     page = Page("Run", example="A sentence or a beginning")
@@ -172,10 +164,6 @@ class Generate(Task):
             tokenizer.require_chat()
         self.chosen, self.settings = options, asdict(self.generation) | self.settings
         self._own = OwnOptions(engine, self.generation, options.generation)
-
-    @classmethod
-    def fits(cls, bundle: Bundle) -> bool:
-        return bundle.manifest.architecture != "encoder-only"
 
     @classmethod
     def check(cls, options: Any) -> None:
@@ -360,11 +348,7 @@ def generate(
 
 
 class _Generate:
-    """A call of `generate`.
-
-    Attributes:
-        wholes: Rows that do not fit and are split, see `joined`.
-    """
+    """A call of `generate`; `wholes` are the rows that do not fit and are split, see `joined`."""
 
     def __init__(self, engine: OpenBundle, options: GenerationOptions, long_rows: LongRows) -> None:
         self.engine, self.options, self.long_rows = engine, options, long_rows

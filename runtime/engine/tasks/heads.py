@@ -14,7 +14,7 @@ from transferry.runtime.engine.preprocess import (
     check_long_rows,
     too_long,
 )
-from transferry.runtime.engine.result import NOT_FINITE, RowError, RowResult
+from transferry.runtime.engine.result import NOT_FINITE, RowError
 from transferry.runtime.engine.tasks.task import Bounds, Difference, Layout, RowOptions, Task
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.settings import MOST, shown
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from transferry.runtime.bundle.bundle import Bundle
     from transferry.runtime.bundle.head import HeadSettings
     from transferry.runtime.engine.open_bundle import OpenBundle
     from transferry.runtime.ort.encoder import EncoderModel, EncoderOutput
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float64]
     Scores = NDArray[np.floating[Any]]
 
+EMPTY = RowError("empty", "there is no text to work on")
 # Text, and the second text of a pair; None for a single text.
 Pair = tuple[str | RowError, str | RowError | None]
 
@@ -60,11 +60,6 @@ class HeadTask(Task):
                 f"{layout.path}: expected a column {self.pair} with the second texts, found "
                 f"{', '.join(layout.columns) or 'none besides the text'}; name another with --pair"
             )
-
-    @classmethod
-    def fits(cls, bundle: Bundle) -> bool:
-        head = bundle.manifest.head
-        return head is not None and head.task == cls.name
 
     def given(self, row: Any) -> Any:
         if self.pair is None:
@@ -102,50 +97,70 @@ def default_long_rows(engine: OpenBundle) -> LongRows:
     return "truncate" if head is not None and head.longest else "error"
 
 
-def cut_to_longest(engine: OpenBundle) -> Preprocessor:
-    """Returns the engine's preprocessor, limited to the bundle's longest row if it has one."""
-    head, preprocessor = engine.bundle.manifest.head, engine.preprocessor
-    longest = head.longest if head is not None else 0
-    return replace(preprocessor, positions=min(preprocessor.positions, longest or MOST))
-
-
 class EncoderCall:
     """A call of a task of an encoder-only model: encodes rows, and makes results of batches.
 
     Attributes:
+        kind: Type of its results.
         output: Output of the model for the results.
+        nothing: Fields of a result without an answer.
     """
 
+    task: str
+    kind: type[Any]
     output: EncoderOutput = "head"
+    nothing: Mapping[str, Any] = {}
 
-    def __init__(self, engine: OpenBundle, task: str, long_rows: LongRows | None) -> None:
-        """Prepares the call.
-
-        Raises:
-            ParityError: A required certificate does not cover the task.
-            UsageError: The task lacks this treatment of long rows.
-        """
-        engine.require_task(task)
+    def __init__(self, engine: OpenBundle, long_rows: LongRows | None) -> None:
+        """Raises ParityError or UsageError for a task or long rows that are not to be had."""
+        engine.require_task(self.task)
         self.long_rows = long_rows or default_long_rows(engine)
-        check_long_rows(self.long_rows, f"task {task}")
-        self.preprocessor = cut_to_longest(engine)
+        check_long_rows(self.long_rows, f"task {self.task}")
+        head, preprocessor = engine.bundle.manifest.head, engine.preprocessor
+        longest = (head.longest if head is not None else 0) or MOST
+        self.preprocessor = replace(preprocessor, positions=min(preprocessor.positions, longest))
         self.special = engine.bundle.tokenizer.special
 
     def prepare(self, rows: list[Any]) -> list[Any]:
         """Returns a work item for each row, or the result of an error."""
-        raise NotImplementedError
+        return [
+            WorkItem(row, len(row.ids))
+            if row.error is None
+            else self._result(row, row.tokens, **self.nothing, error=row.error)
+            for row in self.encoded(rows)
+        ]
+
+    def encoded(self, rows: list[Any]) -> Sequence[EncodedRow]:
+        """Encodes rows."""
+        return self.preprocessor.encode(rows, self.long_rows)
 
     def compute(self, encoder: EncoderModel, rows: list[Any]) -> list[Any]:
-        """Returns the results of a batch of `EncodedRow`."""
+        """Returns the results of a batch of `encoded` rows."""
         from transferry.runtime.decoding.search import pad_sources
 
         source = pad_sources([row.ids for row in rows], self.special.pad_id)
         found = encoder.encode(*source, (self.output,))[self.output]
         return [self.result(*pair) for pair in zip(rows, found, strict=True)]
 
-    def result(self, row: Any, found: Scores) -> RowResult:
-        """Returns the result of a row from the output."""
+    def result(self, row: Any, found: Scores) -> Any:
+        """Returns the answer to a row, or an error unless its part of the output is finite."""
+        import numpy as np
+
+        own = self.part(row, found)
+        finite = bool(np.isfinite(own).all())
+        named = {**self.answer(row, own)} if finite else {**self.nothing, "error": NOT_FINITE}
+        return self._result(row, len(row.ids), **named, truncated=row.truncated)
+
+    def part(self, row: Any, found: Scores) -> Scores:
+        """Returns the part of the output that is the row's, and not of padding."""
+        return found
+
+    def answer(self, row: Any, scores: Scores) -> Mapping[str, Any]:
+        """Returns the fields of a result from the row's part of the output."""
         raise NotImplementedError
+
+    def _result(self, row: Any, tokens: int, /, **named: Any) -> Any:
+        return self.kind(row.text, tokens, **named)
 
 
 def probabilities(scores: Scores, kind: str) -> Floats:
@@ -178,23 +193,14 @@ class PairRow(EncodedRow):
 
 
 class PairCall(EncoderCall):
-    """A call of classify or rank.
-
-    Attributes:
-        task: The task.
-        kind: Type of its results.
-        head: The head.
-    """
-
-    task: str
-    kind: type[Any]
+    """A call of classify or rank."""
 
     def __init__(self, engine: OpenBundle, long_rows: LongRows | None) -> None:
         """Raises UsageError for a bundle without such a head, or rows that cannot be split."""
         self.head = head_of(engine, self.task)
-        super().__init__(engine, self.task, long_rows)
+        super().__init__(engine, long_rows)
 
-    def prepare(self, rows: list[Any]) -> list[Any]:
+    def encoded(self, rows: list[Any]) -> list[PairRow]:
         """Encodes texts and pairs."""
         pairs: list[Pair] = [row if isinstance(row, tuple) else (row, None) for row in rows]
         prompt = self.head.prompt(None)
@@ -208,24 +214,12 @@ class PairCall(EncoderCall):
             encoded = encode_pairs(self.preprocessor, prompted, self.long_rows)
         texts = [first if isinstance(first, str) else "" for first, _ in pairs]
         return [
-            WorkItem(PairRow(**vars(row) | {"text": text}, pair=second), len(row.ids))
-            if row.error is None
-            else self.kind(row.text and text, row.tokens, second, error=row.error)
+            PairRow(**vars(row) | {"text": row.text and text}, pair=second)
             for row, text, (_, second) in zip(encoded, texts, pairs, strict=True)
         ]
 
-    def result(self, row: PairRow, found: Scores) -> Any:
-        """Returns the answer to scores, or an error unless all are finite."""
-        import numpy as np
-
-        if not np.isfinite(found).all():
-            return self.kind(row.text, row.tokens, row.pair, error=NOT_FINITE)
-        named, truncated = self.answer(found), row.truncated
-        return self.kind(row.text, len(row.ids), row.pair, **named, truncated=truncated)
-
-    def answer(self, scores: Scores) -> Mapping[str, Any]:
-        """Returns the fields of a result."""
-        raise NotImplementedError
+    def _result(self, row: PairRow, tokens: int, /, **named: Any) -> Any:
+        return super()._result(row, tokens, **named, pair=row.pair)
 
 
 def encode_pairs(
@@ -264,7 +258,7 @@ def encode_filled(
             )
         wrong = next((each for each in (first, second) if isinstance(each, RowError)), None)
         if wrong is None and not (str(first).strip() and str(second).strip()):
-            wrong = RowError("empty", "there is no text to work on")
+            wrong = EMPTY
         texts.append(head.filled(str(first), str(second)) if wrong is None else wrong)
     return preprocessor.encode(texts, long_rows)
 
@@ -272,23 +266,18 @@ def encode_filled(
 def _joined(
     preprocessor: Preprocessor,
     pair: tuple[str | RowError, str | RowError],
-    ids: tuple[Sequence[int] | RowError, Sequence[int] | RowError],
+    ids: tuple[Any, Any],
     long_rows: LongRows,
 ) -> EncodedRow:
     special, positions = preprocessor.special, preprocessor.positions
     if long_rows == "truncate":
         positions = min(positions, special.longest or positions)
-    (first, second), (left, right) = pair, ids
-    text = first if isinstance(first, str) else ""
-    for side in (first, second):
-        if isinstance(side, RowError):
-            return EncodedRow(text, error=side)
-        if not side.strip():
-            return EncodedRow(text, error=RowError("empty", "there is no text to work on"))
-    if isinstance(left, RowError) or isinstance(right, RowError):
-        error = left if isinstance(left, RowError) else right
-        assert isinstance(error, RowError)
-        return EncodedRow(text, error=error)
+    text = pair[0] if isinstance(pair[0], str) else ""
+    for side in (*pair, *ids):
+        error = EMPTY if isinstance(side, str) and not side.strip() else side
+        if isinstance(error, RowError):
+            return EncodedRow(text, error=error)
+    left, right = ids
     room = positions - len(special.wrap(special.between))
     tokens = len(special.wrap([*left, *special.between, *right]))
     cut = len(left) + len(right) > room

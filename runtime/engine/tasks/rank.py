@@ -21,7 +21,6 @@ from transferry.runtime.engine.tasks.task import Page, columns
 from transferry.runtime.errors import UsageError
 
 if TYPE_CHECKING:
-    from transferry.runtime.bundle.bundle import Bundle
     from transferry.runtime.engine.open_bundle import OpenBundle
     from transferry.runtime.engine.tasks.heads import Scores
 
@@ -53,11 +52,6 @@ class Rank(HeadTask):
     page = Page("Rank", "Query, then documents on lines of their own", "A question")
 
     @classmethod
-    def fits(cls, bundle: Bundle) -> bool:
-        head = bundle.manifest.head
-        return head is not None and head.task == "classify" and len(head.labels) == 1
-
-    @classmethod
     def check(cls, options: Any) -> None:
         if options.pair is None:
             raise UsageError(
@@ -85,6 +79,6 @@ def rank(
 class _Call(PairCall):
     task, kind = Rank.name, RankedResult
 
-    def answer(self, scores: Scores) -> Mapping[str, Any]:
+    def answer(self, row: Any, scores: Scores) -> Mapping[str, Any]:
         kind = self.head.rank
         return {"score": float(probabilities(scores, kind)[0]), "single": kind == "none"}

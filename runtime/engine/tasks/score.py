@@ -24,7 +24,6 @@ from transferry.runtime.errors import UsageError
 from transferry.runtime.settings import shown
 
 if TYPE_CHECKING:
-    from transferry.runtime.bundle.bundle import Bundle
     from transferry.runtime.engine.open_bundle import OpenBundle
     from transferry.runtime.ort.open_model import ServedDecoder
 
@@ -53,12 +52,10 @@ class ScoreResult(RowResult):
 
     @property
     def target_tokens(self) -> int:
-        """Number of scored tokens."""
         return len(self.tokens)
 
     @property
     def total(self) -> float:
-        """Log-probability of all tokens, in nats."""
         import numpy as np
 
         return float(np.sum(self.log_probabilities, dtype=np.float64))
@@ -104,10 +101,6 @@ class Score(Task):
             raise UsageError(
                 f"{engine.bundle.folder}: the model is {architecture}; {remedy} --target"
             )
-
-    @classmethod
-    def fits(cls, bundle: Bundle) -> bool:
-        return bundle.manifest.architecture != "encoder-only"
 
     def given(self, row: Any) -> Any:
         return self.chosen.text_of(row), row.target

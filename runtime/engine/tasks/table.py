@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -40,11 +39,7 @@ def option_names(*tasks: type[Task]) -> set[str]:
 
 
 def check_options(task: type[Task], options: TaskOptions) -> None:
-    """Refuses options that conflict, and options of other tasks.
-
-    Raises:
-        UsageError: Options exclude each other, or one has no effect.
-    """
+    """Raises UsageError for options that conflict, and for those of other tasks."""
     own = option_names(task)
     for field in fields(TaskOptions):
         default: Any = {} if field.name == "generation" else field.default
@@ -56,11 +51,6 @@ def check_options(task: type[Task], options: TaskOptions) -> None:
                 f" has no effect on task {task.name}, only on {' and '.join(others)}; leave it out",
             )
     task.check(options)
-
-
-def tasks_of(bundle: Bundle) -> Sequence[str]:
-    """Returns the names of the tasks that a bundle can do."""
-    return [name for name, task in TASKS.items() if task.fits(bundle)]
 
 
 def default_task(bundle: Bundle) -> TaskName:

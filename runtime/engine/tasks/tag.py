@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from transferry.runtime.bundle.head import Aggregation
 from transferry.runtime.engine.entities import Tag, tags_of
-from transferry.runtime.engine.preprocess import EncodedRow, LongRows, WorkItem, checked_texts
-from transferry.runtime.engine.result import NOT_FINITE, Results, RowError, RowResult
+from transferry.runtime.engine.preprocess import EncodedRow, LongRows, checked_texts
+from transferry.runtime.engine.result import Results, RowError, RowResult
 from transferry.runtime.engine.tasks.heads import EncoderCall, HeadTask, head_of, probabilities
 from transferry.runtime.engine.tasks.task import Page, RowOptions, columns
 
@@ -63,15 +63,7 @@ class TagTask(HeadTask):
     name = "tag"
     options = TagOptions
     columns = columns(
-        tags=[
-            {
-                "text": "text",
-                "start": "integer",
-                "end": "integer",
-                "label": "text",
-                "score": "float",
-            }
-        ]
+        tags=[columns(text="text", start="integer", end="integer", label="text", score="float")]
     )
     answer = "tags"
     page = Page("Tag", options={"aggregation": "simple"})
@@ -107,30 +99,26 @@ class _TaggedRow(EncodedRow):
 
 
 class _Call(EncoderCall):
+    task, kind = TagTask.name, TaggedResult
+
     def __init__(
         self, engine: OpenBundle, aggregation: Aggregation, long_rows: LongRows | None
     ) -> None:
-        self.head, self.aggregation = head_of(engine, "tag"), aggregation
-        super().__init__(engine, "tag", long_rows)
+        self.head, self.aggregation = head_of(engine, self.task), aggregation
+        super().__init__(engine, long_rows)
         self.places = engine.bundle.tokenizer.places
 
-    def prepare(self, texts: list[str | RowError]) -> list[WorkItem[_TaggedRow] | TaggedResult]:
+    def encoded(self, rows: list[str | RowError]) -> list[EncodedRow]:
         return [
-            WorkItem(_TaggedRow(**vars(row), places=self.places(row.text)), len(row.ids))
-            if row.error is None
-            else TaggedResult(row.text, row.tokens, error=row.error)
-            for row in self.preprocessor.encode(texts, self.long_rows)
+            _TaggedRow(**vars(row), places=self.places(row.text)) if row.error is None else row
+            for row in super().encoded(rows)
         ]
 
-    def result(self, row: _TaggedRow, found: Scores) -> TaggedResult:
-        import numpy as np
+    def part(self, row: _TaggedRow, found: Scores) -> Scores:
+        return found[len(self.special.before) : len(row.ids) - len(self.special.after)]
 
-        first, last = len(self.special.before), len(row.ids) - len(self.special.after)
-        own = found[first:last]
-        if not np.isfinite(own).all():
-            return TaggedResult(row.text, len(row.ids), error=NOT_FINITE, truncated=row.truncated)
-        values = probabilities(own, "softmax")
+    def answer(self, row: _TaggedRow, scores: Scores) -> Mapping[str, Any]:
+        values = probabilities(scores, "softmax")
         places = self.special.cut(row.places, len(values))
         tags = tags_of(row.text, places, values, self.head.labels, self.aggregation)
-        best = tuple(values.max(axis=-1, initial=0.0).tolist())
-        return TaggedResult(row.text, len(row.ids), tags, best, truncated=row.truncated)
+        return {"tags": tags, "best": tuple(values.max(axis=-1, initial=0.0).tolist())}

@@ -7,7 +7,6 @@ they import numpy and the models inside functions.
 from __future__ import annotations
 
 import contextlib
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -20,7 +19,6 @@ from transferry.runtime.engine.result import PartsResult, with_blanks
 from transferry.runtime.settings import Count
 
 if TYPE_CHECKING:
-    from transferry.runtime.bundle.bundle import Bundle
     from transferry.runtime.decoding.generation_options import GenerationOptions
     from transferry.runtime.engine.open_bundle import OpenBundle
     from transferry.runtime.proof.compare import Tolerance
@@ -138,7 +136,7 @@ def columns(**kinds: Kind) -> Mapping[str, Kind]:
     return kinds
 
 
-class Task(ABC):
+class Task:
     """A task with its options, ready to run on any engine of the same bundle.
 
     Attributes:
@@ -176,7 +174,7 @@ class Task(ABC):
     width = 0
 
     def __init__(self, engine: OpenBundle, options: Any, layout: Layout) -> None:
-        """Prepares the task for an input; raises UsageError where the bundle cannot do it.
+        """Prepares the task for an input.
 
         Raises:
             InputError: The input lacks a column.
@@ -189,14 +187,9 @@ class Task(ABC):
         self.settings: dict[str, Any] = {name: getattr(options, name) for name in names}
         self.arguments = self.settings
 
-    @classmethod  # noqa: B027 - most tasks have no conflicts
+    @classmethod
     def check(cls, options: Any) -> None:
         """Raises UsageError for options that conflict, before a bundle is opened."""
-
-    @classmethod
-    @abstractmethod
-    def fits(cls, bundle: Bundle) -> bool:
-        """Whether a bundle can do the task."""
 
     def given(self, row: Any) -> Any:
         """Returns an `InputRow` as the engine takes it."""
@@ -248,8 +241,3 @@ class Task(ABC):
     def n_best(self) -> int:
         """Limit on the hypotheses of a row."""
         return self.generation.n_best if self.generation else 1
-
-
-def is_encoder(bundle: Bundle) -> bool:
-    """Whether the model of a bundle is encoder-only."""
-    return bundle.manifest.architecture == "encoder-only"

@@ -48,7 +48,7 @@ def test_labels_and_ranks(kind: Any) -> None:
     scores, row = np.array([[0.3, -2.0, 1.5]]), Row((TEXT,), (1, 2))
     head = HeadSettings("classify", ("a", "b", "a"), kind, "sigmoid")
     call: Any = SimpleNamespace(head=head)
-    named = classify._Call.answer(call, scores[0])
+    named = classify._Call.answer(call, row, scores[0])
     result = classify.ClassifiedResult(TEXT, 2, **named)
     # Labels of one name have columns of their own.
     cells, own = result.cells(), [each.score for each in result.scores]
@@ -58,6 +58,6 @@ def test_labels_and_ranks(kind: Any) -> None:
     assert agrees(inputs_of(head), row, result, {"head": scores})
     assert not agrees(inputs_of(head), row, replace(result, label="b"), {"head": scores})
     assert not agrees(inputs_of(head), row, result, {"head": scores * 1.0001})
-    ranked = rank.RankedResult(TEXT, 2, TEXT, **rank._Call.answer(call, scores[0, :1]))
+    ranked = rank.RankedResult(TEXT, 2, TEXT, **rank._Call.answer(call, row, scores[0, :1]))
     assert RESULTS["rank"](inputs_of(head), row, ranked, {"head": scores[:, :1]})
     assert not RESULTS["rank"](inputs_of(head), row, ranked, {"head": scores[:, 1:2]})
