@@ -18,11 +18,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 class PanelOption(click.Option):
-    """An option that --help lists among those of one concern.
-
-    Attributes:
-        panel: Heading of the list; the last one if empty.
-    """
+    """An option that --help lists under `panel`, the heading of a concern; last if empty."""
 
     def __init__(self, *names: Any, panel: str = "", **settings: Any) -> None:
         super().__init__(*names, **settings)

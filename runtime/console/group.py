@@ -8,15 +8,15 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import shlex
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 import click
 
-from transferry.runtime.console.logs import as_logged, log_line, logs_json
 from transferry.runtime.console.memory import TORCH_COMMANDS, out_of_memory, require_memory
+from transferry.runtime.console.progress import COMMAND_LINE, as_logged, log_line, logs_json
 from transferry.runtime.errors import InputError, TransferryError, UsageError, install_command
 from transferry.runtime.io.folders import names_function
 from transferry.runtime.io.outputs import STANDARD_STREAM, require_apart, require_own
@@ -51,8 +51,7 @@ COMMON = {
 }
 # Headings: of the common options, and of those that few people need, listed last.
 FIRST, LAST = "Common options", ("Machine", "Proof", "Ray")
-COMMAND_LINE, CONFIG = f"{__name__}.command_line", f"{__name__}.config"
-HELP_ALL = f"{__name__}.help_all"
+CONFIG, HELP_ALL = f"{__name__}.config", f"{__name__}.help_all"
 
 
 class FilePath(click.Path):
@@ -189,7 +188,9 @@ class CheckedCommand(click.Command):
         outputs: list[tuple[Path, FilePath]] = []
         for parameter, kind, paths in self._paths(ctx):
             if isinstance(parameter, click.Argument) and ctx.info_name in TORCH_COMMANDS:
-                _require_there(paths)
+                for path in paths:  # before torch is imported
+                    if not path.exists() and not names_function(str(path)):
+                        raise InputError(f"{path}: cannot be read: No such file or directory.")
             inputs += () if kind.writes else paths
             outputs += [(path, kind) for path in paths if kind.writes]
         # Settings that a command wrote are read, and may be written again beside the same output.
@@ -211,26 +212,14 @@ class CheckedCommand(click.Command):
         """Yields parameters of paths with the local ones; refuses texts that are not UTF-8."""
         for parameter in self.params:
             kind, value = parameter.type, ctx.params.get(str(parameter.name))
-            if isinstance(value, str):
-                _require_text(parameter, value)
+            try:
+                (value if isinstance(value, str) else "").encode()
+            except UnicodeEncodeError as error:
+                found = f"{parameter.opts[-1]} must be UTF-8, found {shown(value)}"
+                raise UsageError(found) from error
             if isinstance(kind, FilePath) and value is not None:
                 paths = value if isinstance(value, tuple) else (value,)
                 yield parameter, kind, [path for path in paths if isinstance(path, Path)]
-
-
-def _require_there(inputs: Iterable[Path]) -> None:
-    """Raises InputError for an argument that is missing, before torch is imported."""
-    for path in inputs:
-        if not path.exists() and not names_function(str(path)):
-            raise InputError(f"{path}: cannot be read: No such file or directory.")
-
-
-def _require_text(parameter: click.Parameter, value: str) -> None:
-    """Raises UsageError for an argument with bytes that are not UTF-8."""
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise UsageError(f"{parameter.opts[-1]} must be UTF-8, found {shown(value)}") from error
 
 
 # Makes a command of a function in another package, for `Commands.add_command`.

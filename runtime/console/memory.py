@@ -20,14 +20,7 @@ _NO_ROOM = ("failed to map segment", "annot allocate memory", "can't start new t
 
 
 def require_memory(arguments: Sequence[str]) -> None:
-    """Refuses a limit on the address space with which the command cannot begin.
-
-    Args:
-        arguments: The command line, without the program.
-
-    Raises:
-        InputError: The limit is too low.
-    """
+    """Raises InputError for a limit on the address space with which the command cannot begin."""
     try:
         import resource
     except ImportError:  # there is no such limit on Windows

@@ -1,4 +1,7 @@
-"""Output of a command for people: messages, progress bars, the summary of a job."""
+"""Output of a command for people: messages, progress bars, the summary of a job.
+
+Messages on stderr may be lines of JSON, for systems that collect logs.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,13 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from transferry.runtime.console.group import COMMAND_LINE
-from transferry.runtime.console.logs import as_logged, log_every, logs_json
 from transferry.runtime.errors import BadRowsError
 from transferry.runtime.jobs.formats.remote_file import RemoteFile
 from transferry.runtime.stopping import at_stop
@@ -37,6 +38,34 @@ SHOW_EVERY, WINDOW = 0.2, 30.0
 ENOUGH, LEAST_BAR = 0.01, 6
 # Options of a single call, which OUT.settings.toml does not repeat.
 OF_ONE_CALL = ("quiet", "force", "as_json", "dry_run")
+
+
+COMMAND_LINE = f"{__name__}.command_line"  # of a context: words to repeat the command
+
+
+def logs_json() -> bool:
+    """Whether messages on stderr are lines of JSON: TRANSFERRY_LOG=json."""
+    return os.environ.get("TRANSFERRY_LOG") == "json"
+
+
+def log_every() -> float:
+    """Seconds between two lines of progress: TRANSFERRY_LOG_EVERY, or 30."""
+    try:
+        return float(os.environ.get("TRANSFERRY_LOG_EVERY", ""))
+    except ValueError:
+        return 30.0
+
+
+def log_line(message: str, level: str = "info", **fields: Any) -> str:
+    """Returns a message as a line of JSON, with the time in UTC."""
+    now = datetime.now(UTC).isoformat(timespec="milliseconds")
+    record = {"time": now, "level": level, "message": message, **fields}
+    return json.dumps(record, ensure_ascii=False)
+
+
+def as_logged(message: str, level: str = "info", **fields: Any) -> str:
+    """Returns a message as it is printed on stderr."""
+    return log_line(message, level, **fields) if logs_json() else message
 
 
 def say(line: str, **fields: Any) -> None:
@@ -69,9 +98,7 @@ def teller(quiet: bool) -> Callable[[str], None]:
 class Progress:
     """How far a command is: on a terminal a bar for each phase, else a line every half minute.
 
-    Attributes:
-        unit: Noun of the counted things, for a rate; no rate if empty.
-        phase: Words for the current phase.
+    `unit` is the noun of the counted things, for a rate; no rate if empty.
     """
 
     def __init__(
@@ -99,12 +126,8 @@ class Progress:
     ) -> None:
         """Shows a state, unless the last one was shown a moment ago.
 
-        Args:
-            phase: Words for the phase; another phase begins a new line.
-            done: Units that are done.
-            total: Units in total; None if nobody knows.
-            note: Further words.
-            seconds_left: Time until a limit ends the phase.
+        Another `phase` begins a new line. So many units are `done` of a `total` that may be
+        unknown; a limit ends the phase in `seconds_left`.
         """
         now = self._clock()
         if phase != self.phase:
@@ -216,7 +239,10 @@ def run_job(job: Job, options: Mapping[str, Any]) -> None:
     """
     quiet = options["quiet"]
     if options["dry_run"]:
-        _show_estimate(job, as_json=options["as_json"])
+        from transferry.runtime.jobs.estimate import estimate
+
+        found = estimate(job)
+        show(json.dumps(found.to_dict(), indent=1) if options["as_json"] else str(found))
         return
     if not job.engine.certificate.startswith("none"):
         # OUT.summary.json has the cell and the whole hashes.
@@ -242,13 +268,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(map(_plain, value))
     return str(value) if isinstance(value, Path | RemoteFile) else value
-
-
-def _show_estimate(job: Job, *, as_json: bool) -> None:
-    from transferry.runtime.jobs.estimate import estimate
-
-    found = estimate(job)
-    show(json.dumps(found.to_dict(), indent=1) if as_json else str(found))
 
 
 def show_summary(out: Path, summary: Summary, *, quiet: bool, as_json: bool) -> None:

@@ -69,24 +69,10 @@ def _read_config(context: click.Context, parameter: click.Parameter, path: Path 
         return
     context.meta[CONFIG] = path
     try:
-        values = read_settings(path)
+        read_settings(path)
     except InputError as error:
         raise UsageError(str(error)) from error
-    # A key may be an option's name or its parameter's: --json is the parameter as_json.
-    known = {
-        _key(name): option
-        for option in context.command.params
-        for name in (str(option.name), *option.opts)
-    }
-    if unknown := [name for name in values if _key(name) not in known]:
-        raise UsageError(
-            f"{path} sets {', '.join(unknown)}, which {context.info_name} does not have"
-        )
-    context.default_map = {
-        str(known[_key(name)].name): _alone(known[_key(name)], value)
-        for name, value in values.items()
-    }
-    check_settings(context, path)
+    context.default_map = check_settings(context, path, others=False)
 
 
 def explicit(context: click.Context) -> dict[str, Any]:
@@ -99,29 +85,34 @@ def explicit(context: click.Context) -> dict[str, Any]:
     }
 
 
-def check_settings(context: click.Context, path: Path) -> None:
+def check_settings(context: click.Context, path: Path, *, others: bool = True) -> dict[str, Any]:
     """Checks a file of settings as strictly as options; click would make 4 of 4.7 and of true.
 
-    Raises:
-        InputError: The file cannot be read.
-        UsageError: A value has another type than its option.
-        click.BadParameter: A value lies outside the range of its option.
+    Returns the values by parameter; `others` are settings of other commands, which are left out.
+    Raises UsageError or click.BadParameter for a value of another type than its option, or outside
+    its range.
     """
-    settings = read_settings(path)
-    named = {_key(name): value for name, value in settings.items()}
-    values = {
-        str(parameter.name): named[key]
-        for parameter in context.command.params
-        for key in dict.fromkeys(map(_key, (str(parameter.name), *parameter.opts)))
-        if key in named
+    # A key may be an option's name or its parameter's: --json is the parameter as_json.
+    known = {
+        _key(name): option
+        for option in context.command.params
+        for name in (str(option.name), *option.opts)
     }
-    for parameter in context.command.params:
-        if (name := str(parameter.name)) in values:
-            several = parameter.multiple or parameter.nargs != 1
-            kind = list[_kind(parameter)] if several else _kind(parameter)  # type: ignore[misc]
-            value = _alone(parameter, values[name])
-            check_value(f"{path}: {name.replace('_', '-')}", value, kind)
-            parameter.type_cast_value(context, value)
+    values = read_settings(path)
+    unknown = [name for name in values if _key(name) not in known]
+    if unknown and not others:
+        raise UsageError(
+            f"{path} sets {', '.join(unknown)}, which {context.info_name} does not have"
+        )
+    found = {}
+    for key in (name for name in values if name not in unknown):
+        name = str((option := known[_key(key)]).name)
+        several = option.multiple or option.nargs != 1
+        kind = list[_kind(option)] if several else _kind(option)  # type: ignore[misc]
+        found[name] = _alone(option, values[key])
+        check_value(f"{path}: {name.replace('_', '-')}", found[name], kind)
+        option.type_cast_value(context, found[name])
+    return found
 
 
 def _alone(parameter: click.Parameter, value: Any) -> Any:
@@ -167,38 +158,29 @@ JOB_PANELS = {
     JOB: ("partition", "partition_by", "chunk_rows", "max_errors"),
     PROOF: ("canary",),
 }
+machine, proof = (partial(option, panel=panel) for panel in (MACHINE, PROOF))
 _SESSION = ("runtime", "provider", "threads", "optimisation")
 # How a bundle is opened.
 session_options = together(
-    option(
+    machine(
         "--runtime",
-        panel=MACHINE,
         type=click.Choice(["onnxruntime", "openvino"]),
         default="onnxruntime",
         help="Runtime of the graphs; openvino runs portable and portable-int8 on the CPU.",
     ),
-    option(
+    machine(
         "--provider",
-        panel=MACHINE,
         type=click.Choice(["cpu", "cuda", "tensorrt"]),
         default="cpu",
         help="Execution provider; exit with 5 if it cannot run.",
     ),
-    option(
+    machine(
         "--variant",
-        panel=MACHINE,
         help="Variant of the bundle. Default: the fastest verified, else the fastest float32 one.",
     ),
-    option(
-        "--threads",
-        panel=MACHINE,
-        type=click.IntRange(1, 1024),
-        default=1,
-        help="Threads per replica.",
-    ),
-    option(
+    machine("--threads", type=click.IntRange(1, 1024), default=1, help="Threads per replica."),
+    machine(
         "--optimisation",
-        panel=MACHINE,
         type=click.Choice(["disable", "basic", "extended", "all"]),
         default="all",
         help="Optimisation level of onnxruntime.",
@@ -213,17 +195,15 @@ card_options = together(
     ),
 )
 TRUSTED_KEYS = together(
-    option(
+    proof(
         "--trusted-key",
-        panel=PROOF,
         metavar="PUB",
         type=FILE,
         multiple=True,
         help="Public key (PEM) that must have signed the certificate; may be given several times.",
     ),
-    option(
+    proof(
         "--require-signatures",
-        panel=PROOF,
         type=click.IntRange(1, 64),
         default=1,
         help="Number of the trusted keys that must have signed it.",
@@ -253,16 +233,14 @@ job_options = together(
         default="as-text",
         help='Meaning of text such as "</s>": text, or as in transformers a special token.',
     ),
-    option("--device", panel=MACHINE, default="0", help="GPUs that share the work, such as 0,1."),
-    option(
+    machine("--device", default="0", help="GPUs that share the work, such as 0,1."),
+    machine(
         "--replicas",
-        panel=MACHINE,
         type=click.IntRange(1, 1024),
         help="Concurrent batches per device. Default: one per core, or one per GPU.",
     ),
-    option(
+    machine(
         "--batch-rows",
-        panel=MACHINE,
         type=click.IntRange(1, 65_536),
         help="Rows decoded per batch; a beam hypothesis counts as one. Default: by variant.",
     ),

@@ -16,8 +16,7 @@ import pytest
 from tests.commands import call, done
 from tests.runtime.jobs.helpers import read_records
 from transferry.build_model.train.corpus import builtin_pairs
-from transferry.runtime.console.logs import log_every
-from transferry.runtime.console.progress import Progress
+from transferry.runtime.console.progress import Progress, log_every
 
 
 @pytest.fixture(scope="module")
