@@ -25,19 +25,11 @@ SMALL_ARCHIVE = 256 << 20
 
 @contextmanager
 def open_arrays(content: bytes, origin: str, what: str, remedy: str) -> Iterator[Any]:
-    """Opens an .npz archive; errors of reading it inside the `with` become InputErrors.
+    """Opens an .npz archive of arrays by name, never unpickled.
 
-    Args:
-        content: The bytes of the archive.
-        origin: Name of the file in errors.
-        what: Kind of file that was expected, such as "a bundle's reference".
-        remedy: Advice if it is another.
-
-    Yields:
-        Arrays by name, never unpickled.
-
-    Raises:
-        InputError: The archive is damaged, lacks an array, or unpacks to far more than its size.
+    Errors of reading it inside the `with`, and of an archive that is damaged or unpacks to far more
+    than its size, become InputErrors: they name `origin`, say `what` kind of file was expected,
+    such as "a bundle's reference", and end with `remedy`.
     """
     import numpy as np  # here, so that `transferry --help` does not load it
 

@@ -87,8 +87,7 @@ def sync_folder(folder: Path) -> None:
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """Writes a file that appears whole or not at all, even if the process is interrupted.
 
-    Raises:
-        InputError: The disk is full, the folder is read-only or missing, or `path` is a device.
+    Raises InputError for a full disk, a folder that is read-only or missing, or a device at `path`.
     """
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise InputError(f"{path} is not a file, so it is not replaced; name another")
@@ -100,14 +99,10 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def require_writable(path: Path, endings: Iterable[str] = ()) -> None:
-    """Checks that an output can be written, before the work of making it.
+    """Raises InputError for an output that cannot be written, before the work of making it.
 
-    Args:
-        path: The output.
-        endings: Suffixes of its name that give the names of files beside it.
-
-    Raises:
-        InputError: Its folder is missing or read-only, or a name is too long.
+    Its folder is missing or read-only, or its name is too long, also with the `endings` of the
+    names of files beside it.
     """
     try:
         for ending in ("", *endings):
@@ -124,11 +119,7 @@ def require_writable(path: Path, endings: Iterable[str] = ()) -> None:
 
 @contextmanager
 def standard_output() -> Iterator[BinaryIO]:
-    """Standard output, for bytes.
-
-    Raises:
-        InputError: The disk behind it is full. A closed pipe stays an OSError.
-    """
+    """Standard output, for bytes; raises InputError for a full disk, OSError for a closed pipe."""
     try:
         with suppress(io.UnsupportedOperation):  # not a file, in a test
             os.write(sys.stdout.fileno(), b"")  # refused at once if it is closed

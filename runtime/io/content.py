@@ -31,13 +31,9 @@ _CONTROLS = re.compile(rb"[\x01-\x08\x0e-\x1a\x1c-\x1f]")
 
 
 def refuse_other_content(head: bytes, shown: str, encoding: str, *, pages: bool) -> None:
-    """Raises InputError for a beginning that is not that of lines of text.
+    """Raises InputError for first bytes that are not those of lines of text.
 
-    Args:
-        head: The first bytes.
-        shown: The file's name in messages.
-        encoding: Encoding of the lines.
-        pages: Whether a page in HTML is as good as other text.
+    `shown` is the file's name in messages; with `pages` a page in HTML is as good as other text.
     """
     if not pages and _PAGE.match(head):
         raise InputError(

@@ -25,17 +25,10 @@ T = TypeVar("T")
 
 
 def read_document(path: Path, kind: type[T], remedy: str, *, most: int = MOST_JSON) -> T:
-    """Reads a JSON file of a given type; `remedy` is the advice if it has another.
+    """Reads a JSON file of at most `most` bytes and of a type: a dataclass, `dict[str, Any]`, ...
 
-    Args:
-        path: The file.
-        kind: Type of its content: a dataclass, `dict[str, Any]`, `list[str]` and the like.
-        remedy: Ends the error message.
-        most: Largest size in bytes.
-
-    Raises:
-        InputError: The file cannot be read, is no regular file, is larger, or holds no JSON of
-            this type.
+    Raises InputError for a file that cannot be read, is no regular file, is larger, or holds no
+    JSON of this type; the message ends with `remedy`.
     """
     return parse_document(read_bytes(path, most), kind, str(path), remedy)
 
@@ -43,10 +36,7 @@ def read_document(path: Path, kind: type[T], remedy: str, *, most: int = MOST_JS
 def parse_document(content: bytes, kind: type[T], origin: str, remedy: str) -> T:
     """Parses UTF-8 JSON of a given type, without duplicate keys, NaN, infinity or lone surrogates.
 
-    `origin` names the file in errors, and `remedy` ends them.
-
-    Raises:
-        InputError: The text is no JSON, or of another type.
+    Raises InputError for other text, which names the file `origin` and ends with `remedy`.
     """
     try:
         value = decode(content)
@@ -56,11 +46,7 @@ def parse_document(content: bytes, kind: type[T], origin: str, remedy: str) -> T
 
 
 def decode(content: bytes) -> Any:
-    """Decodes JSON without duplicate keys, NaN, infinity or lone surrogates.
-
-    Raises:
-        ValueError: The text is no such JSON, or nested too deeply.
-    """
+    """Decodes JSON as `parse_document`; raises ValueError for other text, or nested too deeply."""
     try:
         value = msgspec.json.decode(content)
     except RecursionError as error:
@@ -90,11 +76,7 @@ def _colons(content: bytes) -> int:
 
 
 def checked(value: Any, kind: type[T], origin: str, remedy: str) -> T:
-    """Converts the decoded content of a document to a type; `origin` and `remedy` as above.
-
-    Raises:
-        InputError: The content is of another type.
-    """
+    """Converts the decoded content of a document to a type; raises as `parse_document`."""
     try:
         return msgspec.convert(value, kind)
     except ValueError as error:

@@ -70,8 +70,7 @@ def _is_config(path: Path) -> bool:
 def staged_folder(out: Path) -> Iterator[Path]:
     """Temporary folder beside `out`, to be filled and renamed; always removed at the end.
 
-    Raises:
-        InputError: The disk is full, or the place is not writable.
+    Raises InputError for a full disk, or a place that is not writable.
     """
     folder = temporary_name(out, out.absolute().parent)
     made = [parent for parent in folder.parents if not parent.exists()]
@@ -110,11 +109,7 @@ def temporary_folder() -> Iterator[Path]:
 
 
 def replace_folder(folder: Path, out: Path) -> None:
-    """Renames a folder to `out`; an existing `out` is removed once the new one is in place.
-
-    Raises:
-        InputError: The replaced folder cannot be removed.
-    """
+    """Renames a folder to `out`, then removes an existing `out`; raises InputError if it cannot."""
     if not out.exists():
         folder.rename(out)
         return

@@ -26,8 +26,7 @@ _STATUS = {
 class HttpFile(io.RawIOBase):
     """A file by its address: one request as long as nobody seeks.
 
-    Attributes:
-        version: Size in bytes, and the time of the last change or the ETag; None if unknown.
+    `version` is its size in bytes, and the time of the last change or the ETag; None if unknown.
     """
 
     def __init__(self, url: str, shown: str) -> None:
@@ -39,15 +38,12 @@ class HttpFile(io.RawIOBase):
         self.version = (self._size, headers.get("Last-Modified") or headers.get("ETag"))
 
     def readable(self) -> bool:
-        """Says that the file is read."""
         return True
 
     def seekable(self) -> bool:
-        """Whether the size is known."""
         return self._size is not None
 
     def tell(self) -> int:
-        """Returns the current place."""
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
@@ -88,7 +84,6 @@ class HttpFile(io.RawIOBase):
         )
 
     def close(self) -> None:
-        """Ends the response."""
         self._drop()
         super().close()
 

@@ -178,36 +178,40 @@ def _with_usual_ends(
         raise InputError(f"{shown}: expected {wanted}, found the byte order mark of {marked}")
     if "\n".encode(wanted) == b"\n":
         return file
-    return io.BufferedReader(_InUtf8(file, wanted, shown))
+    return io.BufferedReader(_Pieces(_in_utf8(file, wanted, shown)))
 
 
-class _InUtf8(io.RawIOBase):
-    """Text of another encoding in UTF-8; half of a surrogate pair becomes bytes that are wrong."""
+class _Pieces(io.RawIOBase):
+    """A stream of pieces of bytes, made as they are read."""
 
-    def __init__(self, file: io.BufferedReader, encoding: str, shown: str) -> None:
-        self._file, self._encoding, self._shown = file, encoding, shown
-        self._decoder = codecs.getincrementaldecoder(encoding)("surrogatepass")
-        self._ready = memoryview(b"")
+    def __init__(self, pieces: Iterator[bytes]) -> None:
+        self._pieces, self._ready = pieces, memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         while not self._ready:
-            piece = self._file.read1(1 << 16)
-            try:
-                text = self._decoder.decode(piece, final=not piece)
-            except UnicodeDecodeError as error:
-                raise InputError(
-                    f"{self._shown}: expected {self._encoding}, found other bytes "
-                    f"({error.reason}). Name another encoding, or copy the file again"
-                ) from error
-            if not piece and not text:
+            if (piece := next(self._pieces, None)) is None:
                 return 0
-            self._ready = memoryview(text.encode(errors="surrogatepass"))
+            self._ready = memoryview(piece)
         size = min(len(buffer), len(self._ready))
         buffer[:size], self._ready = self._ready[:size], self._ready[size:]
         return size
+
+
+def _in_utf8(file: io.BufferedReader, encoding: str, shown: str) -> Iterator[bytes]:
+    """Yields text in UTF-8; half of a surrogate pair becomes bytes that are wrong."""
+    decoder = codecs.getincrementaldecoder(encoding)("surrogatepass")
+    for piece in chain(iter(partial(file.read1, 1 << 16), b""), [b""]):
+        try:
+            text = decoder.decode(piece, final=not piece)
+        except UnicodeDecodeError as error:
+            raise InputError(
+                f"{shown}: expected {encoding}, found other bytes ({error.reason}). Name another "
+                "encoding, or copy the file again"
+            ) from error
+        yield text.encode(errors="surrogatepass")
 
 
 def read_blocks(path: Path | str) -> Iterator[bytes]:
@@ -230,7 +234,7 @@ def _unpacked(path: Path | str | Stored) -> Iterator[io.BufferedReader]:
             if kind == ".gz":
                 yield io.BufferedReader(gzip.GzipFile(fileobj=file))
             elif kind:
-                yield io.BufferedReader(_Frames(file, kind))
+                yield io.BufferedReader(_Pieces(_frames(file, kind)))
             else:
                 yield file
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
@@ -252,39 +256,29 @@ class _TooWide(Exception):
     """A frame needs more memory than a reader may take."""
 
 
-class _Frames(io.RawIOBase):
+def _frames(packed: io.BufferedReader, suffix: str) -> Iterator[bytes]:
     """Decompresses zstd, bz2 or xz frame by frame, and detects truncation."""
-
-    def __init__(self, packed: io.BufferedReader, suffix: str) -> None:
-        self._packed, self._new, self._errors, self._most = packed, *_unpacker(suffix)
-        self._frame = self._new()
-        self._ready = memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._ready:
-            piece = b""
-            if self._frame.eof:
-                piece = self._frame.unused_data.lstrip(b"\0") or self._packed.read(256)
-                if not piece:
-                    return 0
-                self._frame = self._new()
-            elif getattr(self._frame, "needs_input", True):
-                # Little input at a time: 256 bytes of zstd can become 8 MB.
-                piece = self._packed.read(256)
-                if not piece:
-                    raise EOFError("it ends within a frame")
-            try:
-                self._ready = memoryview(self._frame.decompress(piece, *self._most))
-            except self._errors as error:
-                if "too much memory" in str(error):
-                    raise _TooWide from error
-                raise EOFError(str(error)) from error
-        size = min(len(buffer), len(self._ready))
-        buffer[:size], self._ready = self._ready[:size], self._ready[size:]
-        return size
+    new, errors, most = _unpacker(suffix)
+    frame = new()
+    while True:
+        piece = b""
+        if frame.eof:
+            piece = frame.unused_data.lstrip(b"\0") or packed.read(256)
+            if not piece:
+                return
+            frame = new()
+        elif getattr(frame, "needs_input", True):
+            # Little input at a time: 256 bytes of zstd can become 8 MB.
+            piece = packed.read(256)
+            if not piece:
+                raise EOFError("it ends within a frame")
+        try:
+            unpacked = frame.decompress(piece, *most)
+        except errors as error:
+            if "too much memory" in str(error):
+                raise _TooWide from error
+            raise EOFError(str(error)) from error
+        yield unpacked
 
 
 def _unpacker(
@@ -315,24 +309,18 @@ def _zstandard() -> Any:
 def packed(file: BinaryIO, compression: Compression) -> Iterator[BinaryIO]:
     """Compresses bytes written to `file`, which stays open; the result is reproducible.
 
-    Raises:
-        UsageError: zstandard is needed and not installed.
+    Raises UsageError if zstandard is needed and not installed.
     """
-    if compression == "":
-        yield file
-    else:
-        # Not closed after an error: closing writes.
-        stream = _packer(file, compression)
-        yield stream
-        stream.close()
-
-
-def _packer(file: BinaryIO, compression: Compression) -> BinaryIO:
+    stream: Any = file
     if compression == ".gz":
         # No file name and no time in the header.
-        return cast(BinaryIO, gzip.GzipFile("", "wb", 6, file, mtime=0))
-    compressor = _zstandard().ZstdCompressor(write_checksum=True)
-    return cast(BinaryIO, compressor.stream_writer(file, closefd=False))
+        stream = gzip.GzipFile("", "wb", 6, file, mtime=0)
+    elif compression == ".zst":
+        compressor = _zstandard().ZstdCompressor(write_checksum=True)
+        stream = compressor.stream_writer(file, closefd=False)
+    yield stream
+    if stream is not file:  # not after an error: closing writes
+        stream.close()
 
 
 def decode_line(line: bytes, path: Path | str, number: int) -> str:

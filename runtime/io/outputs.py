@@ -11,6 +11,7 @@ import re
 import stat
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from transferry.runtime.errors import UsageError
@@ -50,15 +51,10 @@ def require_apart(outputs: Sequence[Path], inputs: Sequence[Path], what: str = "
 
 
 def require_own(path: Path, foreign: Callable[[Path], str]) -> None:
-    """Refuses to replace a file or folder that the command did not write.
+    """Raises UsageError for a file or folder that the command did not write, and may not replace.
 
-    Args:
-        path: The output, which need not exist.
-        foreign: Describes the defect of an existing one, in words that follow its name; "" allows
-            its replacement.
-
-    Raises:
-        UsageError: The path is taken by something else.
+    `foreign` describes the defect of an existing one, in words that follow its name; "" allows its
+    replacement.
     """
     if not os.path.lexists(path):
         return
@@ -73,16 +69,11 @@ def foreign_file(path: Path, mark: bytes, what: str) -> str:
     return "" if mark in _head(path) else f"is not {what}"
 
 
-def foreign_page(path: Path) -> str:
-    """As `foreign_file`, for the page of a report."""
-    mark = b'<meta name="generator" content="transferry verify">'
-    return foreign_file(path, mark, "a report of `transferry verify`")
-
-
-def foreign_junit(path: Path) -> str:
-    """As `foreign_file`, for a report as JUnit XML."""
-    mark = b'<testsuites name="transferry verify"'
-    return foreign_file(path, mark, "a report of `transferry verify`")
+_REPORT = "a report of `transferry verify`"
+foreign_page = partial(
+    foreign_file, mark=b'<meta name="generator" content="transferry verify">', what=_REPORT
+)
+foreign_junit = partial(foreign_file, mark=b'<testsuites name="transferry verify"', what=_REPORT)
 
 
 def foreign_member(folder: Path, own: Callable[[str], bool]) -> str:

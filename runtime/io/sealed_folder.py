@@ -60,11 +60,7 @@ class SealedFolder:
         self._targets: dict[str, Path] = {}
 
     def check(self) -> None:
-        """Checks every file against its record.
-
-        Raises:
-            InputError: A file is missing, no regular file, or differs from its record.
-        """
+        """Raises InputError for a file that is missing, not regular, or not as recorded."""
         with ThreadPoolExecutor(usable_cores()) as pool:  # hashing leaves Python alone
             self._stamps = dict(zip(self.records, pool.map(self._stamp, self.records), strict=True))
 
@@ -88,12 +84,10 @@ class SealedFolder:
         return values
 
     def watch(self, name: str) -> Path:
-        """Returns the path of a file for a program that maps it; `require_unchanged` checks it.
+        """Returns the path, without links, of a file for a program that maps it.
 
-        The path has no links.
-
-        Raises:
-            InputError: The file is not recorded, or differs from its record.
+        `require_unchanged` checks it from then on. Raises InputError for a file that is not
+        recorded, or differs from its record.
         """
         if name not in self._stamps:
             self._stamps[name] = self._stamp(name)
@@ -102,11 +96,7 @@ class SealedFolder:
         return path
 
     def require_plain(self) -> None:
-        """Refuses links, for programs that read the files by name; see `watch` for others.
-
-        Raises:
-            InputError: A file is a link, or lies beyond one.
-        """
+        """Raises InputError for links, for programs that read files by name; others `watch`."""
         whole = Path(os.path.realpath(self.path))
         for name in self.records:
             if self._target(name) != whole / name:
@@ -116,12 +106,9 @@ class SealedFolder:
                 )
 
     def require_unchanged(self) -> None:
-        """Checks that no watched file was written to since it was hashed.
+        """Raises InputError if a watched file was written to since it was hashed.
 
         If only its entry changed, by `chmod` or a hard link, a file is hashed again.
-
-        Raises:
-            InputError: A file changed.
         """
         for name, path in self._watched.copy().items():  # other threads may be opening graphs
             self._require_unchanged(name, path)

@@ -7,7 +7,7 @@ import stat
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Protocol
 
 from transferry.runtime.errors import InputError
 
@@ -30,18 +30,9 @@ def shown_path(path: Path | str | Stored) -> str:
 
 
 def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
-    """Reads a regular file of at most `most` bytes.
-
-    Raises:
-        InputError: The file cannot be read, is no regular file, or is larger.
-    """
+    """Reads a regular file of at most `most` bytes, or raises InputError."""
     with open_regular(path) as file:
-        return read_at_most(file, most, path)
-
-
-def read_at_most(file: BinaryIO, most: int, path: Path) -> bytes:
-    """Reads an open file of at most `most` bytes, or raises InputError naming `path`."""
-    content = file.read(most + 1)
+        content = file.read(most + 1)
     if len(content) > most:
         raise InputError(f"{path}: expected at most {most:,} bytes, found more; restore the file")
     return content
@@ -53,11 +44,8 @@ def open_regular(
 ) -> Iterator[io.BufferedReader]:
     """Opens a regular file for reading; an OSError inside the `with` counts as a read error.
 
-    A pipe is refused instead of waited for, and a device instead of read for ever.
-    `opener` works as in `open`.
-
-    Raises:
-        InputError: The file cannot be read, is no regular file, or is not fetched from Git LFS.
+    Raises InputError for one that cannot be read, or is not fetched from Git LFS. A pipe is refused
+    instead of waited for, and a device instead of read for ever. `opener` works as in `open`.
     """
 
     def at_once(name: str, flags: int) -> int:

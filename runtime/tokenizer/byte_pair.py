@@ -131,15 +131,6 @@ class Tokenizer(AnyTokenizer):
         # In bytes, which bounds the characters: no byte of a text is dropped.
         self.longest_token: int = max(map(len, self._kept_tokens))
 
-    def __eq__(self, other: object) -> bool:
-        """Whether every text has the same ids in both."""
-        if not isinstance(other, Tokenizer):
-            return NotImplemented
-        return self._identity() == other._identity()
-
-    def __hash__(self) -> int:
-        return hash((self.pattern, self.kept_ranks, len(self._tokens)))
-
     def _identity(self) -> tuple[object, ...]:
         size, chat = self.vocabulary_size, self.chat
         return self.pattern, self.special, self._ids, self._tokens, size, chat
@@ -158,7 +149,6 @@ class Tokenizer(AnyTokenizer):
         return ids
 
     def vocabulary(self) -> Mapping[bytes, int]:
-        """See AnyTokenizer."""
         return dict(zip(self._kept_tokens, self._ids.values(), strict=True))
 
     def describe(self, ids: Sequence[int]) -> str:

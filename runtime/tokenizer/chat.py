@@ -55,10 +55,9 @@ class ChatError(Exception):
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A chat template.
+    """A chat template, in jinja2's language.
 
     Attributes:
-        source: The template, in jinja2's language.
         named: Special tokens that it may write by name, such as bos_token.
         control: Ids of the tokens that count as special only where the template writes them.
     """

@@ -94,13 +94,11 @@ class Marked(str):
         ends = zip(lines, str.splitlines(self, keepends), strict=True)
         return [line[: len(text)] for line, text in ends]
 
-    def partition(self, sep: str) -> tuple[Any, Any, Any]:
-        before, found, after = self._cut(str.partition(self, sep), "")
-        return before, found, after
+    def partition(self, sep: str) -> Any:
+        return tuple(self._cut(str.partition(self, sep), ""))
 
-    def rpartition(self, sep: str) -> tuple[Any, Any, Any]:
-        before, found, after = self._cut(str.rpartition(self, sep), "")
-        return before, found, after
+    def rpartition(self, sep: str) -> Any:
+        return tuple(self._cut(str.rpartition(self, sep), ""))
 
     def _cut(self, parts: Iterable[str], sep: str | None) -> list[Any]:
         """Finds parts in order, with `sep`, or white space for None, between each two."""

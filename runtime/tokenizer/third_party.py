@@ -7,7 +7,7 @@ imported when a tokenizer is opened.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from typing import Any, ClassVar, Self
@@ -25,6 +25,7 @@ from transferry.runtime.tokenizer.special_tokens import (
     text_errors,
 )
 
+UNKNOWN = "<unk>"
 # SentencePiece's character for a blank.
 BLANK = "\N{LOWER ONE EIGHTH BLOCK}"
 # Replacements of transformers' `clean_up_tokenization`, in order.
@@ -93,15 +94,6 @@ class ThirdPartyTokenizer(AnyTokenizer):
     def _open(self) -> int:
         """Opens the files with the library; returns the largest id."""
 
-    def __eq__(self, other: object) -> bool:
-        """Whether both have the same files and special ids."""
-        if not isinstance(other, ThirdPartyTokenizer):
-            return NotImplemented
-        return self._identity() == other._identity()
-
-    def __hash__(self) -> int:
-        return hash((self.kind, self.vocabulary_size))
-
     def _identity(self) -> tuple[object, ...]:
         return self.kind, self.files, self.special, self.vocabulary_size, self.chat
 
@@ -151,18 +143,19 @@ class HuggingFaceTokenizer(ThirdPartyTokenizer):
         self._tokenizer.no_padding()
         return max(map(int, self._tokenizer.get_vocab().values()), default=0)
 
+    @property
+    def _added(self) -> Any:
+        """The tokens that the file adds to the model's, by id."""
+        return self._tokenizer.get_added_tokens_decoder()
+
     def special_texts(self) -> Mapping[str, int]:
-        """See AnyTokenizer."""
-        added = self._tokenizer.get_added_tokens_decoder()
-        return {each.content: token for token, each in added.items() if each.special}
+        return {each.content: token for token, each in self._added.items() if each.special}
 
     def read_special_tokens(self) -> None:
-        """See AnyTokenizer."""
         super().read_special_tokens()
         self._tokenizer.encode_special_tokens = False
 
     def encode(self, text: str) -> list[int]:
-        """See AnyTokenizer."""
         return self._encode(text)
 
     @text_errors()
@@ -171,7 +164,6 @@ class HuggingFaceTokenizer(ThirdPartyTokenizer):
         return ids
 
     def vocabulary(self) -> Mapping[str, int]:
-        """See AnyTokenizer."""
         return dict(self._tokenizer.get_vocab())
 
     @text_errors()
@@ -232,7 +224,7 @@ class HuggingFaceTokenizer(ThirdPartyTokenizer):
         if mark not in self._chat_tokenizers:
             self._chat_tokenizers = {mark: self._chat_tokenizer(mark)}
         tokenizer, ids = self._chat_tokenizers[mark]
-        added = self._tokenizer.get_added_tokens_decoder()
+        added = self._added
         text = "".join(
             piece if isinstance(piece, str) else mark + added[piece].content for piece in pieces
         )
@@ -245,8 +237,7 @@ class HuggingFaceTokenizer(ThirdPartyTokenizer):
 
         made: Any = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
         made.encode_special_tokens = True
-        ids = {}
-        added = self._tokenizer.get_added_tokens_decoder()
+        ids, added = {}, self._added
         control = set(self.chat.control.values()) if self.chat else set()
         for token in sorted(control | ({self.special.mask_id} & added.keys())):
             sides = ("single_word", "lstrip", "rstrip", "normalized")
@@ -258,23 +249,19 @@ class HuggingFaceTokenizer(ThirdPartyTokenizer):
         return made, ids
 
     def check_chat(self) -> None:
-        """Raises InputError for a token of the chat template that the tokenizer lacks."""
-        added = self._tokenizer.get_added_tokens_decoder()
+        added = self._added
         for text, token in self.chat.control.items() if self.chat else ():
             if token not in added or added[token].content != text:
                 raise InputError(f"expected {text!r} as an added token of id {token}, found none")
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of token ids; ids without text are skipped."""
         known = self._text_ids(ids)
         try:
             with panics_as_errors():
                 return str(self._tokenizer.decode(known, skip_special_tokens=True))
         except ValueError as error:
             # A decoder that cuts the ends of a text panics over an empty one.
-            added = self._tokenizer.get_added_tokens_decoder()
-            special = {token for token, content in added.items() if content.special}
-            if any(map(self._tokenizer.id_to_token, set(known) - special)):
+            if any(map(self._tokenizer.id_to_token, {*known} - {*self.special_texts().values()})):
                 raise InputError(f"the tokenizer cannot make a text of {known}: {error}") from error
             return ""
 
@@ -299,7 +286,6 @@ class SentencePieceTokenizer(ThirdPartyTokenizer):
         return self.pieces - 1
 
     def special_texts(self) -> Mapping[str, int]:
-        """See AnyTokenizer."""
         model, ids = self._model, range(self.pieces)
         named = (token for token in ids if model.is_control(token) or model.is_unknown(token))
         return {model.id_to_piece(token): token for token in named}
@@ -332,6 +318,24 @@ class SentencePieceTokenizer(ThirdPartyTokenizer):
         return text
 
 
+class _Side:
+    """The SentencePiece model of a language, and its table of ids."""
+
+    def __init__(self, model: bytes, table: Mapping[str, int], named: Collection[str]) -> None:
+        self.model, self.table, self.unknown = _sentencepiece(model), table, table[UNKNOWN]
+        # SentencePiece passes unknown text through: "</s>" may become one piece.
+        self.textual = {
+            piece: token
+            for piece, token in table.items()
+            if piece not in named and not (piece.startswith(">>") and piece.endswith("<<"))
+        }
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text; pieces missing from the table become the unknown token."""
+        pieces = self.model.encode(_well_formed(text), out_type=str)
+        return [self.textual.get(piece, self.unknown) for piece in pieces]
+
+
 class SentencePiecePair(ThirdPartyTokenizer):
     """MarianMT's tokenizer: one SentencePiece model per language and a shared table of ids.
 
@@ -346,32 +350,20 @@ class SentencePiecePair(ThirdPartyTokenizer):
     kind = "sentencepiece-pair"
     names: ClassVar[tuple[str, ...]] = ("source.spm", "target.spm", "vocab.json")
     library = "sentencepiece"
-    unknown = "<unk>"
 
     def _open(self) -> int:
         source, target, *contents = self.files.values()
-        self._source, self._target = _sentencepiece(source), _sentencepiece(target)
         tables = [msgspec.convert(decode(content), dict[str, int]) for content in contents]
-        self._ids, self._target_ids = tables[0], tables[-1]
-        self._pieces = {token: piece for piece, token in self._target_ids.items()}
         for name, table in zip(self.names[2:], tables, strict=True):
-            if self.unknown not in table:
-                raise ValueError(f"{name} has no {self.unknown}")
-        # SentencePiece passes unknown text through: "</s>" may become one piece.
-        named = {self._pieces.get(token) for token in self._special()}
+            if UNKNOWN not in table:
+                raise ValueError(f"{name} has no {UNKNOWN}")
+        self._pieces = {token: piece for piece, token in tables[-1].items()}
+        named = {self._pieces[token] for token in self._special() if token in self._pieces}
         around = {*self.special.before, *self.special.after}
-        self._textual, self._target_textual = (
-            {
-                piece: token
-                for piece, token in table.items()
-                if piece not in named and not (piece.startswith(">>") and piece.endswith("<<"))
-            }
-            for table in (self._ids, self._target_ids)
-        )
-        self._textual = {
-            piece: token for piece, token in self._textual.items() if token not in around
-        }
-        return max(map(int, self._target_ids.values()))
+        added = {piece for piece, token in tables[0].items() if token in around}
+        self._source = _Side(source, tables[0], named | added)
+        self._target = _Side(target, tables[-1], named)
+        return max(map(int, tables[-1].values()))
 
     def _special(self) -> set[int]:
         """Special ids of a target."""
@@ -379,34 +371,23 @@ class SentencePiecePair(ThirdPartyTokenizer):
 
     @text_errors()
     def _encode(self, text: str) -> list[int]:
-        # Pieces missing from the table become the unknown token.
         end = text.find("<<") + 2
-        if text.startswith(">>") and text[:end] in self._ids:
-            return [self._ids[text[:end]], *self._source_ids(text[end:])]
-        return self._source_ids(text)
-
-    def _source_ids(self, text: str) -> list[int]:
-        unknown = self._ids[self.unknown]
-        pieces = self._source.encode(_well_formed(text), out_type=str)
-        return [self._textual.get(piece, unknown) for piece in pieces]
+        if text.startswith(">>") and (language := self._source.table.get(text[:end])) is not None:
+            return [language, *self._source.encode(text[end:])]
+        return self._source.encode(text)
 
     @text_errors()
     def encode_target(self, text: str) -> list[int]:
         """Token ids of a target, split by the model of the target language."""
-        return self._encode_each(text, self._encode_target)
-
-    def _encode_target(self, text: str) -> list[int]:
-        unknown = self._target_ids[self.unknown]
-        pieces = self._target.encode(_well_formed(text), out_type=str)
-        return [self._target_textual.get(piece, unknown) for piece in pieces]
+        return self._encode_each(text, self._target.encode)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of a target's token ids; special and unknown ids are skipped."""
-        skipped = {*self._special(), self._target_ids[self.unknown]}
+        skipped = {*self._special(), self._target.unknown}
         pieces = [
             self._pieces[token] for token in ids if token in self._pieces and token not in skipped
         ]
-        text: str = self._target.decode_pieces(pieces)
+        text: str = self._target.model.decode_pieces(pieces)
         text = text.replace(BLANK, " ").strip()
         for found, content in CLEANED if self.cleans else ():
             text = text.replace(found, content)
@@ -443,12 +424,12 @@ class SentencePieceTables(SentencePiecePair):
     @text_errors()
     def encode_target(self, text: str) -> list[int]:
         """See SentencePiecePair; the texts of special tokens are those of sources."""
-        return self._encode_target(text)
+        return self._target.encode(text)
 
     @property
     def source_size(self) -> int:
         """Number of ids of sources."""
-        return 1 + max(map(int, self._ids.values()))
+        return 1 + max(map(int, self._source.table.values()))
 
 
 class _Vocabulary(msgspec.Struct):
