@@ -43,13 +43,9 @@ Multiply: TypeAlias = Callable[[Path, Matrix, Matrix], Matrix]
 
 @dataclass(frozen=True)
 class Check:
-    """Result of one check.
+    """Result of one check: one line, and one with the remedy unless it is ok.
 
-    Attributes:
-        name: Part of the machine.
-        status: "warning" is absent and not required, "fault" is present and not working.
-        found: One line.
-        remedy: One line; empty if the status is ok.
+    A part is "ok", absent and not required ("warning"), or present and not working ("fault").
     """
 
     name: str

@@ -32,9 +32,8 @@ def installed_onnxruntime() -> dict[str, str]:
 def onnxruntime_fault(installed: Mapping[str, str], failure: str = "") -> tuple[str, str] | None:
     """Returns a fault of the installed distributions and the command that fixes it, or None.
 
-    Args:
-        installed: Version of each distribution.
-        failure: Message of an import that failed; empty if it succeeded.
+    `installed` has the version of each distribution, `failure` the message of an import that
+    failed.
     """
     told = ", ".join(f"{name} {version}" for name, version in installed.items())
     if len(installed) > 1:

@@ -78,11 +78,7 @@ class Precision:
 
     @classmethod
     def of(cls, name: str) -> Precision:
-        """Returns the precision of a name.
-
-        Raises:
-            InputError: The precision is unknown.
-        """
+        """Returns the precision of a name; raises InputError for an unknown one."""
         if name not in PRECISIONS:
             raise InputError(
                 f"expected a variant of precision {', '.join(PRECISIONS)}, found {name!r}; "

@@ -37,11 +37,7 @@ _WORDS: dict[object, str] = {
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Reads option names and values, without the section [made] of `write_settings`.
-
-    Raises:
-        InputError: The file cannot be read or is not TOML.
-    """
+    """Reads option names and values of `write_settings`, without [made]; raises as `read_toml`."""
     values = read_toml(path)
     values.pop(MADE, None)
     return {name.replace("-", "_"): value for name, value in values.items()}
@@ -78,11 +74,9 @@ def write_settings(path: Path, settings: Mapping[str, Any], made: Mapping[str, A
 
 
 def to_toml(settings: Mapping[str, Any], made: Mapping[str, Any]) -> str:
-    """Returns the settings as TOML that `read_settings` reads.
+    """Returns the settings as TOML that `read_settings` reads; options that are None are left out.
 
-    Args:
-        settings: Option names and values; options that are None are left out.
-        made: Versions, hashes and counts, which explain a result but are not options.
+    `made` has versions, hashes and counts, which explain a result but are not options.
     """
     lines = [f"{name} = {_toml(value)}\n" for name, value in settings.items() if value is not None]
     lines += [f"\n[{MADE}]\n", *(f"{name} = {_toml(value)}\n" for name, value in made.items())]
@@ -90,11 +84,7 @@ def to_toml(settings: Mapping[str, Any], made: Mapping[str, Any]) -> str:
 
 
 def check_fields(config: Any) -> None:
-    """Checks the fields of a dataclass against their types and ranges.
-
-    Raises:
-        UsageError: A field has another type, or lies outside its range.
-    """
+    """Raises UsageError for a field of a dataclass of another type, or outside its range."""
     for name, kind in field_types(type(config)).items():
         check_value(name, getattr(config, name), kind)
 
@@ -123,10 +113,7 @@ def _field_types(config: Any) -> dict[str, Any]:
 def hint(unknown: Sequence[str], known: Iterable[str], same: Mapping[str, str]) -> str:
     """Returns what to write instead of unknown names, for an error.
 
-    Args:
-        unknown: The names.
-        known: The names that there are.
-        same: Known names by the names of other tools.
+    `known` are the names that there are, `same` gives them by the names of other tools.
     """
     known = list(known)
     near = {name: difflib.get_close_matches(name, known, 1) for name in unknown}

@@ -57,11 +57,7 @@ class Tolerance:
 
     @classmethod
     def of(cls, precision: str) -> Tolerance:
-        """Returns the default of a precision: the factor grows in proportion to the epsilon.
-
-        Raises:
-            InputError: The precision is unknown.
-        """
+        """Returns the default of a precision: the factor is proportional to its epsilon."""
         row = Precision.of(precision)
         crossed = 16 * INT8_STEP if row.integers else math.inf
         return cls(cls.factor * row.epsilon / EPSILON, most=row.most, crossed=crossed)
@@ -143,7 +139,6 @@ class Comparison:
     """Result of comparing one tensor of one case.
 
     Attributes:
-        case: Name of the case.
         tensor: "logits", or the name of a tensor of the cache.
         stage: The computation that gives the tensor, one of `STAGES`.
         error: Distance from the oracle, in units, of the entry that is worst beside its budget.
@@ -290,16 +285,9 @@ def compare(
     tolerance: Tolerance,
     only: Collection[str] | None = None,
 ) -> list[Comparison]:
-    """Compares every tensor of a case, or only some.
+    """Compares every tensor of a case with its expected one, or those named in `only`.
 
     A missing, extra, misshapen or NaN tensor is a fault.
-
-    Args:
-        case: The input.
-        expected: Its expected tensors.
-        found: Its tensors from the model.
-        tolerance: Limit of errors.
-        only: Names of the tensors to compare.
     """
     comparisons, units = [], expected.units(case)
     for name in [*expected.oracle, *(found.keys() - expected.oracle.keys())]:
@@ -328,11 +316,7 @@ def judge(
 ) -> tuple[float, float, float]:
     """Returns error, torch's error and budget of the entry that is worst beside its budget.
 
-    Args:
-        units: A tensor of the oracle.
-        found: The same tensor of a model.
-        own: torch's error by position `[positions]`.
-        tolerance: Limit of errors.
+    `units` are of the oracle's tensor, `own` is torch's error by position `[positions]`.
     """
     budgets = np.minimum(tolerance.budget(own), tolerance.most)
     errors = [np.zeros(0), *(each.max(axis=1) for each in units.errors(found))]

@@ -86,9 +86,7 @@ class Explainer:
         reference: Gave the expected answers.
         decoder: Gave the other ones.
         oracle: Measures both.
-        special: The ids that pad, begin and end.
         tolerance: Limits what counts as rounding.
-        options: How both searched.
         others: More measures of rounding, besides the reference.
         same_search: Whether `search` found the expected answers too, in a batch: those that it
             finds for a source alone are then as good.
@@ -127,11 +125,8 @@ class Explainer:
         batch: a tie if the decoder's answers there are the reference's alone and `same_search`,
         else the answers given there are compared as a whole.
 
-        Args:
-            source: Token ids, as the search takes them.
-            wanted: The reference's hypotheses, best first.
-            found: The decoder's.
-            row_id: The number that seeded the row's samples.
+        The reference's hypotheses `wanted` and the decoder's `found` are best first; `row_id`
+        seeded the row's samples.
         """
         pairs = self._candidates(source, wanted, found, row_id)
         if not pairs:
@@ -282,10 +277,8 @@ class RankErrors:
     def of(cls, exact: Forced, sides: Sequence[Forced], floor: float) -> RankErrors:
         """Returns the errors of torch in float32, and of torch with other roundings if it rounds.
 
-        Args:
-            exact: The oracle's scores of an answer.
-            sides: Those of torch.
-            floor: Lower bound of an error, in `logit_units`.
+        `exact` are the oracle's scores of an answer, `sides` torch's; `floor` is the lower bound of
+        an error, in `logit_units`.
         """
         units, errors = logit_errors(exact.logits, *(side.logits for side in sides))
         units = np.maximum(units, -exact.log_probabilities)
@@ -324,12 +317,7 @@ def forced(
 ) -> list[Forced]:
     """Scores given answers in one pass, as one batch; none may be empty.
 
-    Args:
-        decoder: The decoder.
-        sources: The source of each answer.
-        answers: The answers.
-        special: The ids that pad, begin and end.
-        rules: The rules of a search over a source; None for none.
+    `rules` returns the rules of a search over a source; None for none.
     """
     different = list(dict.fromkeys(map(tuple, sources)))
     owners = np.array([different.index(tuple(source)) for source in sources])

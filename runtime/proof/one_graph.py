@@ -33,12 +33,7 @@ class OneGraph:
     """
 
     def __init__(self, bundle: Bundle, variant: Variant, options: SessionOptions) -> None:
-        """Opens the graph.
-
-        Raises:
-            ProviderError: The provider asked for cannot run here.
-            InputError: The graph cannot be opened.
-        """
+        """Opens the graph, or raises ProviderError or InputError."""
         graphs = {ONE_GRAPH: variant.graphs[ONE_GRAPH]}
         self.beam = beams_of(variant.graphs[ONE_GRAPH])
         self.search = "greedy" if self.beam == 1 else f"beam {self.beam}"
@@ -59,18 +54,11 @@ class OneGraph:
         prefixes: Sequence[Sequence[int]] | None = None,
         padded_left: bool = False,
     ) -> list[list[Hypothesis]]:
-        """Answers sources as one batch: the hypotheses of each, best first.
+        """Answers sources as one batch: the hypotheses of each, best first; may raise InputError.
 
-        Args:
-            sources: Token ids of each source, at least one each.
-            options: `max_length`, `forced_begin`, `prefix` and `length_penalty` are read; the graph
-                has its own other rules.
-            special: The ids that pad, begin and end.
-            prefixes: What each answer begins with, equally long; by default `options.prefix`.
-            padded_left: Pad the sources on the left instead of the right.
-
-        Raises:
-            InputError: the runtime cannot run the graph on these inputs.
+        Of the options `max_length`, `forced_begin`, `prefix` and `length_penalty` are read; the
+        graph has its own other rules. Answers begin with `prefixes`, equally long; by default
+        `options.prefix`.
         """
         runner = self._runner
         ids, mask = pad_sources(sources, special.pad_id)
@@ -116,8 +104,7 @@ class OneGraph:
     ) -> list[list[list[Hypothesis]]]:
         """Answers each source alone, in batches of so many rows, and padded on the left.
 
-        Returns:
-            The hypotheses of each source, once for each way.
+        Returns the hypotheses of each source, once for each way.
         """
         ways: list[list[list[Hypothesis]]] = []
         for size, left in ((1, False), (rows, False), (rows, True)):

@@ -28,12 +28,10 @@ FIRST_DIFFERENCES = 5  # of a report for people
 
 @dataclass(frozen=True)
 class Stage:
-    """Summary of the comparisons of one stage.
+    """Summary of the comparisons of one of `compare.STAGES`.
 
     Attributes:
-        name: One of `compare.STAGES`.
-        tensors: Number of tensors compared.
-        error: The worst error.
+        error: The worst error of its tensors.
         reference_error: torch's worst error.
         ratio: The worst error of a tensor over torch's error there.
         faults: Number of tensors that failed.
@@ -53,7 +51,6 @@ class Difference:
 
     Attributes:
         row: Number of the row, from 0.
-        message: Description of the difference.
         margin: Distance of the two candidates in the oracle; None where no choice was compared.
         allowed: Largest change of the margin by errors within the tolerance.
         rounding: Largest change of the margin by rounding in float32; at most `allowed`.
@@ -171,12 +168,9 @@ class TaskMetric:
 
 @dataclass(frozen=True)
 class Growth:
-    """The error of the logits at one position of the given answers.
+    """The largest error of the logits after `step` tokens of the given answers, and torch's own.
 
-    Attributes:
-        step: Number of tokens before the position.
-        error: The largest error, in the unit of `units.logit_units`.
-        reference_error: torch's own.
+    Both are in the unit of `units.logit_units`.
     """
 
     step: int
@@ -282,13 +276,9 @@ class Claim:
 
 @dataclass(frozen=True)
 class CheckTime:
-    """Time that the checks of one kind took.
+    """Time that the checks of one kind took, in seconds: of the process's CPU, and that passed.
 
-    Attributes:
-        check: Name of the check; in the names of cases, numbers are N.
-        runs: Number of its runs.
-        cpu: CPU time of the process, in seconds.
-        wall: Time that passed, in seconds.
+    In the names of cases, numbers are N.
     """
 
     check: str
@@ -432,11 +422,7 @@ class ParityReport:
         return whole
 
     def require(self) -> None:
-        """Requires that the report passed.
-
-        Raises:
-            ParityError: It did not; the message lists the first faults.
-        """
+        """Raises ParityError with the first faults, unless the report passed."""
         if faults := self.faults:
             rest = len(faults) - FIRST_FAULTS
             more = [f"and {rest} more"] if rest > 0 else []

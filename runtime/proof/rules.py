@@ -13,7 +13,6 @@ from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.decoding.logits import log_sum_exp
 from transferry.runtime.decoding.logits_processors import (
     History,
-    LogitsProcessor,
     build_logits_processors,
     prompts_of,
     restrict,
@@ -26,14 +25,7 @@ Floats = NDArray[np.floating[Any]]
 
 @dataclass(frozen=True)
 class Rules:
-    """The logits processors of a search over one source.
-
-    Attributes:
-        options: How it searches.
-        source: Token ids of the source.
-        special: The ids that pad, begin and end.
-        has_encoder: Whether an encoder reads the source, and not the decoder.
-    """
+    """The logits processors of a search over one source, which an encoder reads or the decoder."""
 
     options: GenerationOptions
     source: Sequence[int]
@@ -58,20 +50,20 @@ class Rules:
         histories = [answer[:count] for count in range(len(answer))]
         return self._processed(given, histories)[chosen].astype(np.float64)
 
-    def _processors(self) -> list[LogitsProcessor]:
-        length = self.options.room(0 if self.has_encoder else len(self.source))
-        request = Request(0, self.source, length, self.options.prefix)
-        ends = self.special.ends
-        return build_logits_processors(self.options, [request], ends, has_encoder=self.has_encoder)
-
     def _processed(self, logits: Floats, histories: Sequence[Sequence[int]]) -> Floats:
         lengths = np.array([len(history) for history in histories])
         tokens = np.zeros((len(histories), int(lengths.max())), np.int64)
         for row, history in zip(tokens, histories, strict=True):
             row[: len(history)] = history
-        processors = [each for each in self._processors() if each.active(lengths)]
+        room = self.options.room(0 if self.has_encoder else len(self.source))
+        request = Request(0, self.source, room, self.options.prefix)
+        processors = build_logits_processors(
+            self.options, [request], self.special.ends, has_encoder=self.has_encoder
+        )
         prompt = [self.special.bos_id] if self.has_encoder else self.source
         sentences = np.zeros(len(histories), np.int64)
         return restrict(
-            logits, processors, History(sentences, lengths, tokens, prompts_of([prompt]))
+            logits,
+            [each for each in processors if each.active(lengths)],
+            History(sentences, lengths, tokens, prompts_of([prompt])),
         )

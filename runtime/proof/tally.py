@@ -76,12 +76,10 @@ class ExpectedAnswers:
 
 @dataclass
 class _Explained:
-    """Hypotheses with other tokens than expected.
+    """Hypotheses with other tokens than expected, once for each time that a source was answered so.
 
     Attributes:
-        difference: For the report.
-        allowed: Whether the tolerance allows it.
-        found: The hypotheses, once for each time that the source was answered so.
+        allowed: Whether the tolerance allows the difference.
     """
 
     difference: Difference
@@ -94,9 +92,6 @@ class _Row:
     """Answers to one source.
 
     Attributes:
-        number: Of the row.
-        source: Its token ids.
-        wanted: The expected hypotheses.
         same: Hypotheses with the same tokens, once for each time that they were given.
         others: Hypotheses with other tokens.
     """
@@ -176,13 +171,9 @@ class Tally:
     ) -> None:
         """Compares answers with the expected ones.
 
-        Args:
-            batch: The expected answers.
-            answers: The hypotheses of each source, once for each time that it was answered; the
-                worst of them is counted.
-            explain: Explains other tokens.
-            scored: Scores the answers whose other tokens are excused, which have no expected
-                scores. Default: such scores are not compared.
+        Each source has the hypotheses of each time that it was answered; the worst of them are
+        counted. `scored` scores the answers whose other tokens `explain` excuses, which have no
+        expected scores. By default such scores are not compared.
         """
         rows = [
             _Row.of(*given, explain, reasons=batch.reasons)

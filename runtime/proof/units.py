@@ -29,17 +29,11 @@ SHARED = 64.0  # times the median, that the worst error of a position counts for
 
 
 def logit_units(logits: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
-    """Returns the unit of the errors of logits by position, in nats.
+    """Returns the unit of the errors of logits `[..., vocabulary]` by position `[...]`, in nats.
 
     It is the distance from the best logit to the median, at most 4 times that to the 16th best: one
     bias of -1e4, or one on most of the vocabulary, does not change it. 1 where all logits are
     equal.
-
-    Args:
-        logits: `[..., vocabulary]`.
-
-    Returns:
-        `[...]`
     """
     vocabulary = logits.shape[-1]
     middle = (vocabulary - 1) // 2
@@ -54,17 +48,11 @@ def logit_units(logits: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
 def logit_errors(
     oracle: NDArray[np.floating[Any]], *sides: NDArray[np.floating[Any]]
 ) -> tuple[NDArray[np.float64], list[NDArray[np.float64]]]:
-    """Returns the `logit_units` by position, and in them the largest error of a log-probability.
+    """Returns the `logit_units` `[positions]`, and in them the largest error of a log-probability.
 
     A token far below the best is measured in units of its own distance from it, which rounding of
-    its logit grows with.
-
-    Args:
-        oracle: Logits of the oracle `[positions, vocabulary]`.
-        sides: Those of others, likewise.
-
-    Returns:
-        Units `[positions]`, and the errors of each side, likewise.
+    its logit grows with. Logits are `[positions, vocabulary]`, the errors of each side
+    `[positions]`.
     """
     exact = oracle.astype(np.float64)
     normalised, units = exact - log_sum_exp(exact)[:, None], logit_units(exact)
@@ -109,11 +97,9 @@ class Units:
     ) -> Units:
         """Measures the sizes of a tensor, by default of all its positions.
 
-        Args:
-            tensor: `[batch, heads, length, d_head]`, or channels on the last axis.
-            kept: Positions that have a meaning `[positions]`.
-            logits: Whether the channels are logits.
-            least: Lower bound of every unit.
+        It is `[batch, heads, length, d_head]`, or has channels on the last axis; `kept` are the
+        positions that have a meaning `[positions]`, `logits` says whether the channels are logits,
+        and `least` is the lower bound of every unit.
         """
         exact = by_position(tensor, kept)
         if not exact.size:
@@ -140,10 +126,9 @@ class Units:
         return float(quantile(self.sizes[:, 0], 0.5) * quantile(self.channels, 0.5))
 
     def errors(self, found: NDArray[Any]) -> Iterator[NDArray[np.float64]]:
-        """Yields the errors of a few positions after others `[positions, channels]`, in units.
+        """Yields the errors of a tensor of the same shape, in units.
 
-        Args:
-            found: A tensor of the same shape.
+        They come a few positions after others `[positions, channels]`.
         """
         found = by_position(found, self.kept)
         step = max(1, BLOCK_ENTRIES // max(1, self.exact.shape[1]))
@@ -172,9 +157,8 @@ class Units:
         may by chance be small: the worst position counts for all, up to 64 times the median, and a
         single position has a lower bound twice as large.
 
-        Args:
-            references: The tensor in float32; with the values at a border rounded the other way.
-            borders: Whether values are rounded to integers.
+        `references` are the tensor in float32, and with the values at a border rounded the other
+        way, where there are `borders` of integers.
         """
         levels, worst = np.zeros((2, len(references), len(self.exact)))
         for number, reference in enumerate(references):

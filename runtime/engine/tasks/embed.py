@@ -336,7 +336,7 @@ class _Call(EncoderCall):
         return {"vector": vector.astype(np.float32)}
 
     def normalised(self, vector: Scores) -> Scores:
-        """Returns a vector `[width]` float64, of length 1 if that is asked for."""
+        """Returns a vector `[width]` float64, scaled to length 1 if vectors are normalised."""
         import numpy as np
 
         if not self.normalise:

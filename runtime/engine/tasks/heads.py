@@ -112,7 +112,7 @@ class EncoderCall:
     nothing: Mapping[str, Any] = {}
 
     def __init__(self, engine: OpenBundle, long_rows: LongRows | None) -> None:
-        """Raises ParityError or UsageError for a task or long rows that are not to be had."""
+        """Raises ParityError for a task without a certificate, UsageError for such long rows."""
         engine.require_task(self.task)
         self.long_rows = long_rows or default_long_rows(engine)
         check_long_rows(self.long_rows, f"task {self.task}")

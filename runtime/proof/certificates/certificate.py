@@ -241,8 +241,7 @@ class Certificate(Verified):
 def check_date(date: str) -> str:
     """Returns the date, with "today" resolved, as YYYY-MM-DD.
 
-    Raises:
-        UsageError: It is no date, later than tomorrow, or before there were bundles.
+    Raises UsageError for anything else, a day later than tomorrow, or before there were bundles.
     """
     if date == "today":
         return datetime.datetime.now().astimezone().date().isoformat()

@@ -60,13 +60,9 @@ class _File(Struct, rename="camel", kw_only=True, omit_defaults=True):
 
 @dataclass(frozen=True)
 class Envelope:
-    """A payload and its signatures, as stored.
+    """The bytes of a file, its payload (a statement, as JSON), and its signatures.
 
-    Attributes:
-        content: Bytes of the file.
-        payload: The statement, as JSON.
-        signatures: Key id and signature of each signature; empty if unsigned. The key id proves
-            nothing: anybody could have written it.
+    Each signature has a key id, which proves nothing: anybody could have written it.
     """
 
     content: bytes
@@ -104,11 +100,7 @@ class Envelope:
 
     @classmethod
     def parse(cls, content: bytes) -> Envelope:
-        """Parses a file without reading its payload.
-
-        Raises:
-            ValueError: This, or another of MALFORMED: the file is no envelope.
-        """
+        """Parses a file without reading its payload; raises one of MALFORMED for another file."""
         record = decode(content)
         if isinstance(record, dict) and "format" in record:  # up to format 3 without an envelope
             raise ValueError(f"format {record['format']!r}, expected {FORMAT}")
@@ -158,11 +150,7 @@ def names(bundle: Path) -> list[str]:
 
 
 def read_envelope(bundle: Path, name: str) -> Envelope:
-    """Returns the envelope of a certificate by file name; its payload stays unread.
-
-    Raises:
-        InputError: It cannot be read.
-    """
+    """Returns a certificate's envelope by file name, its payload unread; raises InputError."""
     path = bundle / FOLDER / name
     content = read_bytes(path, MOST_JSON)
     try:
@@ -215,13 +203,11 @@ class _Statement(Struct, kw_only=True):
 
 
 def statement(files: Mapping[str, str], report: Mapping[str, Any]) -> bytes:
-    """Returns the statement that a report holds for these files.
+    """Returns the statement that a report, the fields of a certificate, holds for these files.
 
     OMS allows one subject. Its digest covers the files' digests, in the order of their names.
-
-    Args:
-        files: sha256 of every file of the bundle, the manifest included, by path in the bundle.
-        report: The fields of the certificate.
+    `files` has the sha256 of every file of the bundle, the manifest included, by path in the
+    bundle.
     """
     resources = [_Resource(name=name, digest=digest) for name, digest in sorted(files.items())]
     record = _Statement(
@@ -234,11 +220,7 @@ def statement(files: Mapping[str, str], report: Mapping[str, Any]) -> bytes:
 
 
 def read_statement(payload: bytes) -> tuple[dict[str, str], dict[str, Any]]:
-    """Returns the files and the report of a statement.
-
-    Raises:
-        ValueError: This, or another of MALFORMED: the payload is no such statement.
-    """
+    """Returns files and report of a statement; raises one of MALFORMED for anything else."""
     found = msgspec.convert(decode(payload), _Statement)
     resources, report = found.predicate.resources, found.predicate.report
     if found.subject[0].digest.sha256 != _root(resources):

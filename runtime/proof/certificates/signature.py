@@ -91,9 +91,7 @@ class PrivateKey:
         """Returns the signature of a message: of ECDSA DER-encoded, of Ed25519 64 bytes.
 
         It is deterministic (RFC 6979, RFC 8032), so that the same certificate has the same bytes.
-
-        Raises:
-            UsageError: The installed OpenSSL signs with random numbers only.
+        Raises UsageError if the installed OpenSSL signs with random numbers only.
         """
         from cryptography.exceptions import UnsupportedAlgorithm
         from cryptography.hazmat.primitives import hashes
@@ -114,12 +112,7 @@ class PrivateKey:
 
 @dataclass(frozen=True)
 class Trust:
-    """Keys whose signatures count.
-
-    Attributes:
-        keys: The keys, each once.
-        least: Number of them that must have signed a certificate.
-    """
+    """Keys whose signatures count, each once; at least `least` of them must have signed."""
 
     keys: tuple[PublicKey, ...]
     least: int = 1
@@ -128,10 +121,8 @@ class Trust:
     def load(cls, paths: Sequence[Path], least: int = 1) -> Trust | None:
         """Reads keys from PEM files; None without any.
 
-        Raises:
-            InputError: As `load_private_key`.
-            UsageError: cryptography is not installed, or more signatures are required than there
-                are keys.
+        Raises errors as `load_private_key`, and UsageError if more signatures are required than
+        there are keys.
         """
         keys = {key.key_id: key for key in map(load_public_key, paths)}
         require(
@@ -144,14 +135,11 @@ class Trust:
 
 
 def load_private_key(path: Path) -> PrivateKey:
-    """Reads the private key of `sign --key` and `verify --sign`.
-
-    Args:
-        path: PEM file. The passphrase of an encrypted one is in TRANSFERRY_KEY_PASSPHRASE.
+    """Reads the private key of `sign --key` and `verify --sign`, a PEM file.
 
     Raises:
-        InputError: The file is unreadable, encrypted with another passphrase, or no private key of
-            Ed25519 or on the curve P-256.
+        InputError: The file is unreadable, encrypted with another passphrase than that in
+            TRANSFERRY_KEY_PASSPHRASE, or no private key of Ed25519 or on the curve P-256.
         UsageError: cryptography is not installed.
     """
     return PrivateKey(_load(path, "private"))

@@ -62,14 +62,8 @@ def standing(
 ) -> Standing:
     """Finds the certificate that applies to a session.
 
-    Args:
-        bundle: The bundle.
-        variant: The variant.
-        options: How it is opened.
-        trusted: Keys that must have signed the certificate; others are not even parsed.
-
-    Raises:
-        InputError: The certificate of this way of computing cannot be read.
+    Certificates without the signatures that `trusted` demands are not even parsed. Raises
+    InputError if the certificate of this way of computing cannot be read.
     """
     cell = Cell.of(variant, options)
     # Search, cache and screening are transferry's and numpy's.
@@ -104,16 +98,9 @@ def standing(
 def require_standing(
     found: Standing, bundle: Bundle, strength: Strength = "checkpoint", *, signed: bool = False
 ) -> Certificate:
-    """Returns the certificate that covers a session.
+    """Returns the certificate that covers a session, or raises ParityError.
 
-    Args:
-        found: The standing of the session.
-        bundle: The bundle.
-        strength: Least strength of the certificate.
-        signed: Whether it had to be signed; the message then says how to sign.
-
-    Raises:
-        ParityError: No certificate of this strength covers the session.
+    It has at least this strength. `signed`: it had to be signed; the message then says how to sign.
     """
     reason, certificate = found.reason, found.certificate
     if certificate is not None and found.rank < STRENGTHS.index(strength):

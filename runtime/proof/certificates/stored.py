@@ -40,13 +40,8 @@ def read_certificates(
 ) -> Iterator[tuple[str, Certificate | str]]:
     """Yields the name of each file in `certificates`, and its certificate or the reason against it.
 
-    Args:
-        bundle: The bundle.
-        own: Way of computing whose certificate must be readable. Default: none.
-        trusted: Keys that must have signed the certificates; others are not even parsed.
-
-    Raises:
-        InputError: The certificate of `own` cannot be read.
+    Raises InputError if the certificate of the way of computing `own` cannot be read. Certificates
+    without the signatures that `trusted` demands are not even parsed.
     """
     for name in names(bundle.folder):
         if name.startswith(".") or not name.endswith(".json"):
@@ -69,15 +64,7 @@ def read_certificates(
 
 
 def certificates(bundle: Bundle, own: Cell | None = None) -> list[Certificate]:
-    """Returns the certificates of a bundle that can be read, in the order of their names.
-
-    Args:
-        bundle: The bundle.
-        own: Way of computing whose certificate must be readable. Default: none.
-
-    Raises:
-        InputError: The certificate of `own` cannot be read.
-    """
+    """Returns the certificates of a bundle that can be read, by name; `own` as above."""
     found = [found for _, found in read_certificates(bundle, own)]
     return [one for one in found if isinstance(one, Certificate)]
 
@@ -87,9 +74,7 @@ def describe(
 ) -> Sequence[tuple[str, str, str, str, str, str]]:
     """Returns date, reference, cell, rows, signature and validity of each certificate.
 
-    Args:
-        bundle: The bundle.
-        trusted: Keys that must have signed them. Default: no signature is checked.
+    Without `trusted` keys no signature is checked.
     """
     found = []
     for name, each in read_certificates(bundle):
@@ -108,11 +93,9 @@ def describe(
 def require_no_stronger(
     bundle: Bundle, variant: Variant, options: SessionOptions, strength: Strength, signed: bool
 ) -> None:
-    """Refuses to replace a certificate by a weaker one, or a signed one by an unsigned one.
+    """Raises UsageError where a stronger certificate of this cell holds, or a signed one.
 
-    Raises:
-        UsageError: A stronger certificate of this cell holds.
-        InputError: The certificate of this cell cannot be read.
+    Raises InputError if the certificate of this cell cannot be read.
     """
     cell = Cell.of(variant, options)
     for one in certificates(bundle, cell):
@@ -143,14 +126,8 @@ def certify(
 ) -> Certificate | None:
     """Writes the certificate of a report into the bundle; removes it if the report failed.
 
-    Args:
-        bundle: The bundle.
-        variant: The variant that was verified.
-        options: How it was opened.
-        report: The result.
-        date: Date of the verification, YYYY-MM-DD.
-        key: Key that signs the certificate. Default: it is unsigned.
-        force: Overwrite a stronger certificate, or certify fewer than `LEAST_ROWS` rows.
+    The `date` of the verification is YYYY-MM-DD. Without a key the certificate is unsigned.
+    `force` overwrites a stronger certificate, or certifies fewer than `LEAST_ROWS` rows.
 
     Raises:
         UsageError: The date is not a date, the text has too few rows, or a stronger certificate
@@ -196,14 +173,8 @@ def sign(
 ) -> list[Certificate]:
     """Adds a signature to the certificates of a bundle that fit its files; returns them.
 
-    Args:
-        bundle: The bundle.
-        key: Key that signs.
-        variant: Name of the only variant whose certificates are signed. Default: of all.
-        trusted: Keys that must have signed before. Default: none.
-
-    Raises:
-        InputError: There is no such certificate, or it cannot be written.
+    `variant` names the only one whose certificates are signed; `trusted` keys must have signed
+    before. Raises InputError if there is no such certificate, or it cannot be written.
     """
     signed, reasons = list[Certificate](), []
     for name, found in read_certificates(bundle, None, trusted):

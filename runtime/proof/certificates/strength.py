@@ -20,11 +20,9 @@ def is_checkpoint(against: object) -> bool:
 
 
 def strength_of(against: str, claims: Mapping[str, str]) -> Strength:
-    """Returns the strength of a verification.
+    """Returns the strength of a verification against "the checkpoint" or "the recorded answers".
 
-    Args:
-        against: "the checkpoint" (formerly "the run") or "the recorded answers".
-        claims: What was not compared, by claim; empty where everything was.
+    `claims` names what was not compared, by claim; empty where everything was.
     """
     if not is_checkpoint(against):
         return "recorded"
