@@ -120,22 +120,23 @@ def _as_failures() -> Iterator[None]:
         raise Failure(f"{error.format_message()}{hint}", error.exit_code) from error
 
 
-def _show_all(ctx: click.Context, parameter: click.Parameter, given: bool) -> None:
-    """Prints the help with every option, then exits."""
-    if given and not ctx.resilient_parsing:
-        ctx.meta[HELP_ALL] = True
-        click.echo(ctx.get_help())
-        ctx.exit()
+def _flag(show: Callable[[click.Context], str]) -> dict[str, Any]:
+    """Returns the settings of a flag that prints a text, before anything else, and exits."""
+
+    def callback(ctx: click.Context, parameter: click.Parameter, given: bool) -> None:
+        if given and not ctx.resilient_parsing:
+            click.echo(show(ctx))
+            ctx.exit()
+
+    return {"is_flag": True, "is_eager": True, "expose_value": False, "callback": callback}
 
 
-_help_all = click.Option(
-    ["--help-all"],
-    is_flag=True,
-    is_eager=True,
-    expose_value=False,
-    callback=_show_all,
-    help="Show every option and exit.",
-)
+def _whole_help(ctx: click.Context) -> str:
+    ctx.meta[HELP_ALL] = True
+    return ctx.get_help()
+
+
+_help_all = click.Option(["--help-all"], help="Show every option and exit.", **_flag(_whole_help))
 
 
 class CheckedCommand(click.Command):
@@ -296,14 +297,6 @@ class Commands(click.Group):
             context.exit(EXIT_CODE)
 
 
-def show_versions(context: click.Context, parameter: click.Parameter, given: bool) -> None:
-    """Prints the versions of transferry and of the packages that compute, then exits."""
-    if not given or context.resilient_parsing:
-        return
-    click.echo(", ".join(f"{name} {version}" for name, version in versions()))
-    context.exit()
-
-
 def versions() -> Iterator[tuple[str, str]]:
     """Yields packages and their versions, without importing them."""
     # onnxruntime has another distribution on some systems; torch is needed for export alone.
@@ -315,11 +308,8 @@ def versions() -> Iterator[tuple[str, str]]:
 
 version_option = click.option(
     "--version",
-    is_flag=True,
-    is_eager=True,
-    expose_value=False,
-    callback=show_versions,
     help="Show the versions of transferry, onnxruntime and torch, and exit.",
+    **_flag(lambda ctx: ", ".join(f"{name} {version}" for name, version in versions())),
 )
 
 

@@ -32,12 +32,12 @@ from transferry.runtime.engine.prompts import (
     deciding_part,
 )
 from transferry.runtime.engine.result import NOT_FINITE, Results, RowError, RowResult
-from transferry.runtime.engine.tasks.languages import LanguageOptions
 from transferry.runtime.engine.tasks.task import (
     LINES,
     Bounds,
     Difference,
     Kind,
+    LanguageOptions,
     Layout,
     Page,
     Task,

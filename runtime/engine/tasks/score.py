@@ -18,8 +18,7 @@ from transferry.runtime.engine.preprocess import (
     too_long,
 )
 from transferry.runtime.engine.result import NOT_FINITE, Results, RowError, RowResult
-from transferry.runtime.engine.tasks.languages import LanguageOptions
-from transferry.runtime.engine.tasks.task import Layout, Task, columns
+from transferry.runtime.engine.tasks.task import LanguageOptions, Layout, Task, columns
 from transferry.runtime.errors import UsageError
 from transferry.runtime.settings import shown
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
-from transferry.runtime.engine.preprocess import LongRows
+from transferry.runtime.engine.preprocess import InLanguages, LongRows
 from transferry.runtime.engine.prompts import Parts
 from transferry.runtime.engine.result import PartsResult, with_blanks
 from transferry.runtime.settings import Count
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from transferry.runtime.decoding.generation_options import GenerationOptions
     from transferry.runtime.engine.open_bundle import OpenBundle
     from transferry.runtime.proof.compare import Tolerance
+    from transferry.runtime.tokenizer.special_tokens import AnyTokenizer
 
 OutputFormat = Literal["text", "jsonl", "tsv", "csv", "parquet", "npy", "openai"]
 # Type of a column in a table; of lists and objects as JSON has them, [type] and {name: type}.
@@ -54,6 +55,45 @@ class TopOptions(RowOptions):
     """
 
     top: Count | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanguageOptions(RowOptions):
+    """Languages of a job's rows.
+
+    Attributes:
+        source_language: Language of the rows, such as eng_Latn. Default: the bundle's own.
+        target_language: Language of the outputs. Default: the bundle's own.
+        source_language_column: Column with each row's language, else --source-language.
+        target_language_column: Column with each output's language, else --target-language.
+    """
+
+    source_language: str | None = None
+    target_language: str | None = None
+    source_language_column: str | None = None
+    target_language_column: str | None = None
+
+    @property
+    def spoken(self) -> dict[str, str | None]:
+        """The options by name, in the order of a fingerprint."""
+        names = ("source_language", "target_language")
+        return {key: getattr(self, key) for name in names for key in (name, f"{name}_column")}
+
+    def require(self, tokenizer: AnyTokenizer) -> None:
+        """Raises UsageError for a language that the tokenizer lacks."""
+        for name in ("source_language", "target_language"):
+            if (language := getattr(self, name)) is not None:
+                tokenizer.special.language(language)
+            elif (column := getattr(self, f"{name}_column")) is not None:
+                tokenizer.special.require_languages(f"the column {column}")
+
+    def text_of(self, row: Any) -> Any:
+        """Returns the text of a row with its languages; an error as it is."""
+        source, target = row.languages
+        source, target = source or self.source_language, target or self.target_language
+        if source is target is None or not isinstance(row.text, str):
+            return row.text
+        return InLanguages(row.text, source, target)
 
 
 @dataclass(frozen=True)
