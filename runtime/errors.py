@@ -39,7 +39,11 @@ class UsageError(TransferryError):
         self.parts = parts
 
     def worded(self, options: Mapping[str, str]) -> str:
-        """Returns the message with `options`, such as --chunk-rows of chunk_rows, for settings."""
+        """Returns the message with the options of the command line in place of settings.
+
+        Args:
+            options: Option of each setting, such as --chunk-rows of chunk_rows.
+        """
         shown = (options.get(part, part) if type(part) is Option else part for part in self.parts)
         return "".join(shown)
 

@@ -58,8 +58,9 @@ class Bundle:
     def load(cls, folder: Path) -> Bundle:
         """Opens a bundle and checks every file against the manifest.
 
-        Raises InputError for a file that is missing, truncated, changed or unreadable, or another
-        format version.
+        Raises:
+            InputError: A file is missing, truncated, changed or unreadable, or the format version
+                differs.
         """
         content = read_manifest(folder)
         manifest = Manifest.from_json(content, str(folder / MANIFEST))

@@ -38,9 +38,8 @@ SHOW_EVERY, WINDOW = 0.2, 30.0
 ENOUGH, LEAST_BAR = 0.01, 6
 # Options of a single call, which OUT.settings.toml does not repeat.
 OF_ONE_CALL = ("quiet", "force", "as_json", "dry_run")
-
-
-COMMAND_LINE = f"{__name__}.command_line"  # of a context: words to repeat the command
+# Of a context of click: words that repeat the command.
+COMMAND_LINE = f"{__name__}.command_line"
 
 
 def logs_json() -> bool:
@@ -126,8 +125,12 @@ class Progress:
     ) -> None:
         """Shows a state, unless the last one was shown a moment ago.
 
-        Another `phase` begins a new line. So many units are `done` of a `total` that may be
-        unknown; a limit ends the phase in `seconds_left`.
+        Args:
+            phase: Words for the phase; another phase begins a new line.
+            done: Units that are done.
+            total: Units in total; None if nobody knows.
+            note: Further words.
+            seconds_left: Time until a limit ends the phase.
         """
         now = self._clock()
         if phase != self.phase:

@@ -25,11 +25,17 @@ SMALL_ARCHIVE = 256 << 20
 
 @contextmanager
 def open_arrays(content: bytes, origin: str, what: str, remedy: str) -> Iterator[Any]:
-    """Opens an .npz archive of arrays by name, never unpickled.
+    """Opens an .npz archive: arrays by name, never unpickled.
 
-    Errors of reading it inside the `with`, and of an archive that is damaged or unpacks to far more
-    than its size, become InputErrors: they name `origin`, say `what` kind of file was expected,
-    such as "a bundle's reference", and end with `remedy`.
+    Args:
+        content: The bytes of the archive.
+        origin: Name of the file in errors.
+        what: Kind of file that was expected, such as "a bundle's reference".
+        remedy: Advice if it is another.
+
+    Raises:
+        InputError: The archive is damaged, lacks an array read inside the `with`, or unpacks to far
+            more than its size.
     """
     import numpy as np  # here, so that `transferry --help` does not load it
 

@@ -36,7 +36,8 @@ def read_document(path: Path, kind: type[T], remedy: str, *, most: int = MOST_JS
 def parse_document(content: bytes, kind: type[T], origin: str, remedy: str) -> T:
     """Parses UTF-8 JSON of a given type, without duplicate keys, NaN, infinity or lone surrogates.
 
-    Raises InputError for other text, which names the file `origin` and ends with `remedy`.
+    Raises InputError for any other text; the message names the file `origin` and ends with
+    `remedy`.
     """
     try:
         value = decode(content)
@@ -46,7 +47,10 @@ def parse_document(content: bytes, kind: type[T], origin: str, remedy: str) -> T
 
 
 def decode(content: bytes) -> Any:
-    """Decodes JSON as `parse_document`; raises ValueError for other text, or nested too deeply."""
+    """Decodes JSON without duplicate keys, NaN, infinity or lone surrogates.
+
+    Raises ValueError for any other text, and for one that is nested too deeply.
+    """
     try:
         value = msgspec.json.decode(content)
     except RecursionError as error:

@@ -109,7 +109,10 @@ def temporary_folder() -> Iterator[Path]:
 
 
 def replace_folder(folder: Path, out: Path) -> None:
-    """Renames a folder to `out`, then removes an existing `out`; raises InputError if it cannot."""
+    """Renames a folder to `out`; an existing `out` is removed once the new one is in place.
+
+    Raises InputError if the replaced folder cannot be removed.
+    """
     if not out.exists():
         folder.rename(out)
         return

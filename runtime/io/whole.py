@@ -30,7 +30,7 @@ def shown_path(path: Path | str | Stored) -> str:
 
 
 def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
-    """Reads a regular file of at most `most` bytes, or raises InputError."""
+    """Reads a regular file of at most `most` bytes; raises InputError for any other."""
     with open_regular(path) as file:
         content = file.read(most + 1)
     if len(content) > most:

@@ -57,7 +57,10 @@ class Tolerance:
 
     @classmethod
     def of(cls, precision: str) -> Tolerance:
-        """Returns the default of a precision: the factor is proportional to its epsilon."""
+        """Returns the default of a precision: the factor is proportional to its epsilon.
+
+        Raises InputError for an unknown precision.
+        """
         row = Precision.of(precision)
         crossed = 16 * INT8_STEP if row.integers else math.inf
         return cls(cls.factor * row.epsilon / EPSILON, most=row.most, crossed=crossed)
@@ -316,7 +319,8 @@ def judge(
 ) -> tuple[float, float, float]:
     """Returns error, torch's error and budget of the entry that is worst beside its budget.
 
-    `units` are of the oracle's tensor, `own` is torch's error by position `[positions]`.
+    `units` are of the oracle's tensor, `found` is the model's, and `own` is torch's error by
+    position `[positions]`.
     """
     budgets = np.minimum(tolerance.budget(own), tolerance.most)
     errors = [np.zeros(0), *(each.max(axis=1) for each in units.errors(found))]

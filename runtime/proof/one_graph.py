@@ -33,7 +33,12 @@ class OneGraph:
     """
 
     def __init__(self, bundle: Bundle, variant: Variant, options: SessionOptions) -> None:
-        """Opens the graph, or raises ProviderError or InputError."""
+        """Opens the graph.
+
+        Raises:
+            ProviderError: The provider asked for cannot run here.
+            InputError: The graph cannot be opened.
+        """
         graphs = {ONE_GRAPH: variant.graphs[ONE_GRAPH]}
         self.beam = beams_of(variant.graphs[ONE_GRAPH])
         self.search = "greedy" if self.beam == 1 else f"beam {self.beam}"
@@ -54,11 +59,11 @@ class OneGraph:
         prefixes: Sequence[Sequence[int]] | None = None,
         padded_left: bool = False,
     ) -> list[list[Hypothesis]]:
-        """Answers sources as one batch: the hypotheses of each, best first; may raise InputError.
+        """Answers sources as one batch: the hypotheses of each, best first.
 
         Of the options `max_length`, `forced_begin`, `prefix` and `length_penalty` are read; the
         graph has its own other rules. Answers begin with `prefixes`, equally long; by default
-        `options.prefix`.
+        `options.prefix`. Raises InputError if the runtime cannot run the graph on these inputs.
         """
         runner = self._runner
         ids, mask = pad_sources(sources, special.pad_id)

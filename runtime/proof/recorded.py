@@ -6,6 +6,7 @@ Needs no torch.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -274,7 +275,10 @@ class _Replay:
             expected = ExpectedAnswers(
                 range(len(item.answers)),
                 sources,
-                item.hypotheses(self.special),
+                [
+                    [Hypothesis(tuple(tokens), math.nan, math.nan, "end") for tokens in answers]
+                    for answers in item.answers
+                ],
                 item.exact,
                 reasons=False,  # not recorded
             )

@@ -422,7 +422,11 @@ class ParityReport:
         return whole
 
     def require(self) -> None:
-        """Raises ParityError with the first faults, unless the report passed."""
+        """Requires that the report passed.
+
+        Raises:
+            ParityError: It did not; the message lists the first faults.
+        """
         if faults := self.faults:
             rest = len(faults) - FIRST_FAULTS
             more = [f"and {rest} more"] if rest > 0 else []

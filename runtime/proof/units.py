@@ -126,9 +126,9 @@ class Units:
         return float(quantile(self.sizes[:, 0], 0.5) * quantile(self.channels, 0.5))
 
     def errors(self, found: NDArray[Any]) -> Iterator[NDArray[np.float64]]:
-        """Yields the errors of a tensor of the same shape, in units.
+        """Yields the errors of a tensor of the same shape, in units `[positions, channels]`.
 
-        They come a few positions after others `[positions, channels]`.
+        Each time it is those of the next few positions.
         """
         found = by_position(found, self.kept)
         step = max(1, BLOCK_ENTRIES // max(1, self.exact.shape[1]))

@@ -85,9 +85,11 @@ class SparseResult(RowResult):
 
 @dataclass(frozen=True)
 class TokenVectorsResult(RowResult):
-    """Vectors of the tokens of one input row, `[tokens, width]` float32, in their order.
+    """Vectors of the tokens of one input row, in their order.
 
-    The tokens that the bundle leaves out have none, nor has an error.
+    Attributes:
+        vectors: `[tokens, width]` float32, without the tokens that the bundle leaves out; empty on
+            an error.
     """
 
     vectors: NDArray[np.float32]
@@ -327,13 +329,11 @@ class _Call(EncoderCall):
             found = found[:1]
         elif self.pooling == "last":
             found = found[len(row.ids) - 1 :][:1]
-        return found[: len(row.ids), : self.width][:, : row.dimensions or None]
+        vector: Scores = found[: len(row.ids), : self.width].mean(axis=0, dtype="float64")
+        return vector[: row.dimensions or None]
 
     def answer(self, row: _EmbeddedRow, scores: Scores) -> Mapping[str, Any]:
-        import numpy as np
-
-        vector = self.normalised(scores.mean(axis=0, dtype=np.float64))
-        return {"vector": vector.astype(np.float32)}
+        return {"vector": self.normalised(scores).astype("float32")}
 
     def normalised(self, vector: Scores) -> Scores:
         """Returns a vector `[width]` float64, scaled to length 1 if vectors are normalised."""

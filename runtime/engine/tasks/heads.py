@@ -112,7 +112,12 @@ class EncoderCall:
     nothing: Mapping[str, Any] = {}
 
     def __init__(self, engine: OpenBundle, long_rows: LongRows | None) -> None:
-        """Raises ParityError for a task without a certificate, UsageError for such long rows."""
+        """Prepares the call.
+
+        Raises:
+            ParityError: A required certificate does not cover the task.
+            UsageError: The task lacks this treatment of long rows.
+        """
         engine.require_task(self.task)
         self.long_rows = long_rows or default_long_rows(engine)
         check_long_rows(self.long_rows, f"task {self.task}")

@@ -51,10 +51,12 @@ class ScoreResult(RowResult):
 
     @property
     def target_tokens(self) -> int:
+        """Number of scored tokens."""
         return len(self.tokens)
 
     @property
     def total(self) -> float:
+        """Log-probability of all tokens, in nats."""
         import numpy as np
 
         return float(np.sum(self.log_probabilities, dtype=np.float64))

@@ -150,7 +150,10 @@ def names(bundle: Path) -> list[str]:
 
 
 def read_envelope(bundle: Path, name: str) -> Envelope:
-    """Returns a certificate's envelope by file name, its payload unread; raises InputError."""
+    """Returns the envelope of a certificate by file name; its payload stays unread.
+
+    Raises InputError if it cannot be read.
+    """
     path = bundle / FOLDER / name
     content = read_bytes(path, MOST_JSON)
     try:

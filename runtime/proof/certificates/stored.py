@@ -64,7 +64,7 @@ def read_certificates(
 
 
 def certificates(bundle: Bundle, own: Cell | None = None) -> list[Certificate]:
-    """Returns the certificates of a bundle that can be read, by name; `own` as above."""
+    """Returns the readable ones of `read_certificates`, in the order of their names."""
     found = [found for _, found in read_certificates(bundle, own)]
     return [one for one in found if isinstance(one, Certificate)]
 
