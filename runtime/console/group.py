@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import shlex
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,6 +17,7 @@ import click
 from transferry.runtime.console.memory import TORCH_COMMANDS, out_of_memory, require_memory
 from transferry.runtime.console.progress import COMMAND_LINE, as_logged, log_line, logs_json
 from transferry.runtime.errors import InputError, TransferryError, UsageError, install_command
+from transferry.runtime.installation import installed_version
 from transferry.runtime.io.folders import names_function
 from transferry.runtime.io.outputs import STANDARD_STREAM, require_apart, require_own
 from transferry.runtime.jobs.formats.remote_file import (
@@ -302,8 +302,8 @@ def versions() -> Iterator[tuple[str, str]]:
     # onnxruntime has another distribution on some systems; torch is needed for export alone.
     for names in (["transferry"], ["onnxruntime-gpu", "onnxruntime"], ["torch"]):
         for name in names:
-            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-                yield name, importlib.metadata.version(name)
+            if version := installed_version(name):
+                yield name, version
 
 
 version_option = click.option(

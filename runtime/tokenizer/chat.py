@@ -8,7 +8,6 @@ alone; whatever a message holds is text.
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import json
 import re
 import subprocess
@@ -24,6 +23,7 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from transferry.runtime.errors import UsageError, install_command
+from transferry.runtime.installation import installed_version
 
 TEMPLATE_FILE = "chat_template.jinja"
 
@@ -131,10 +131,7 @@ class ChatTemplate:
 
 def require_jinja() -> None:
     """Raises UsageError if jinja2 is not installed, or too old."""
-    try:
-        version = importlib.metadata.version("jinja2")
-    except importlib.metadata.PackageNotFoundError:
-        version = ""
+    version = installed_version("jinja2") or ""
     found = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
     if found < LEAST_JINJA:
         problem = f"is version {version}" if version else "is not installed"

@@ -36,14 +36,15 @@ CLEANED = (
 )
 
 
-class _WordModel(msgspec.Struct):
+class _Model(msgspec.Struct):
+    vocab: msgspec.Raw = msgspec.Raw(b"[]")
     continuing_subword_prefix: str | None = None
     unk_token: str | None = None
     unk_id: int | None = None
 
 
-class _WordFile(msgspec.Struct):
-    model: _WordModel
+class _File(msgspec.Struct):
+    model: _Model
 
 
 class ThirdPartyTokenizer(AnyTokenizer):
@@ -188,9 +189,9 @@ class HuggingFaceTokenizer(ThirdPartyTokenizer):
         return places
 
     @cached_property
-    def _word_model(self) -> _WordModel:
+    def _word_model(self) -> _Model:
         (content,) = self.files.values()
-        return msgspec.json.decode(content, type=_WordFile).model
+        return msgspec.json.decode(content, type=_File).model
 
     @text_errors()
     def encode_batch(self, texts: Iterable[str]) -> list[list[int]]:
@@ -432,21 +433,13 @@ class SentencePieceTables(SentencePiecePair):
         return 1 + max(map(int, self._source.table.values()))
 
 
-class _Vocabulary(msgspec.Struct):
-    vocab: msgspec.Raw = msgspec.Raw(b"[]")
-
-
-class _VocabularyFile(msgspec.Struct):
-    model: _Vocabulary
-
-
 def largest_id(content: bytes) -> int:
     """Largest id in the table of a Hugging Face tokenizer.json; 0 without a table.
 
     Raises:
         ValueError: The file has another form.
     """
-    table = msgspec.json.decode(content, type=_VocabularyFile).model.vocab
+    table = msgspec.json.decode(content, type=_File).model.vocab
     if not bytes(table).startswith(b"{"):
         return 0  # a list, in the order of the ids
     return max(msgspec.json.decode(table, type=dict[str, int]).values(), default=0)

@@ -138,16 +138,12 @@ class Embed(Task):
     def __init__(self, engine: OpenBundle, options: EmbedOptions, layout: Layout) -> None:
         super().__init__(engine, options, layout)
         self.long_rows = options.long_rows or default_long_rows(engine)
-        self.width = embedding_width(engine, options.pooling)
-        if of_tokens(engine):
-            refuse_of_tokens(options.pooling, options.normalise, options.top)
-            head_of(engine, self.name).side(options.prompt)
-            self.formats, self.columns = ("parquet", "jsonl"), OF_TOKENS
-        elif sparse(engine, options.pooling):
-            self.width, self.formats = 0, ("parquet", "jsonl")
-            self.columns = SPARSE
-        elif options.top is not None:
-            raise UsageError(Option("top"), " has no effect on dense vectors; leave it out")
+        # Made before the rows are read, so that settings without effect are refused.
+        call = _call(engine, **self.settings, long_rows=self.long_rows)
+        self.width = 0 if isinstance(call, _SparseCall) else call.width
+        if call.kind is not EmbeddingResult:
+            self.formats = ("parquet", "jsonl")
+            self.columns = SPARSE if call.kind is SparseResult else OF_TOKENS
 
     def given(self, row: Any) -> Any:
         request = row.request
@@ -194,26 +190,6 @@ def _same_weights(row: SparseResult, again: SparseResult, bounds: Bounds) -> Dif
     return f"a weight {error:.1e} of the largest away, at most {bounds.vector:.1e}", 0
 
 
-def sparse(engine: OpenBundle, pooling: Pooling | None) -> bool:
-    """Whether the vectors are sparse: those of the bundle's own head."""
-    head = engine.bundle.manifest.head
-    return pooling is None and head is not None and head.vectors == "sparse"
-
-
-def of_tokens(engine: OpenBundle) -> bool:
-    """Whether each token of a text has a vector."""
-    head = engine.bundle.manifest.head
-    return head is not None and head.vectors == "tokens"
-
-
-def refuse_of_tokens(pooling: Pooling | None, normalise: bool, top: int | None) -> None:
-    """Raises UsageError for settings that vectors of tokens do not have."""
-    for name, given in (("pooling", pooling), ("normalise", normalise), ("top", top)):
-        if given:
-            told = " has no effect on a vector for each token; leave it out"
-            raise UsageError(Option(name), told)
-
-
 def embed(
     engine: OpenBundle,
     texts: Iterable[str | RowError | Asked],
@@ -248,19 +224,36 @@ def embed(
         UsageError: The bundle is not encoder-only, it has no such prompt, `long_rows` is "split",
             or `top` is given for dense vectors, or another setting without effect.
     """
-    encoders = engine.encoders
-    if of_tokens(engine):
-        refuse_of_tokens(pooling, normalise, top)
-        own = _TokensCall(engine, prompt, long_rows)
-        return engine.map(checked_texts(texts, Asked), own.prepare, own.compute, encoders)
-    kind = _SparseCall if sparse(engine, pooling) else _Call
-    call = kind(engine, pooling, normalise, prompt, long_rows)
-    if top is not None:
-        check_value("top", top, Count)
-        if not isinstance(call, _SparseCall):
-            raise UsageError(Option("top"), " has no effect on dense vectors; leave it out")
+    call = _call(engine, pooling, normalise, prompt, top, long_rows)
+    return engine.map(checked_texts(texts, Asked), call.prepare, call.compute, engine.encoders)
+
+
+def _call(
+    engine: OpenBundle,
+    pooling: Pooling | None,
+    normalise: bool,
+    prompt: str | None,
+    top: int | None,
+    long_rows: LongRows | None,
+) -> _Call:
+    """Returns a call for the bundle's kind of vectors; raises UsageError as `embed`."""
+    _ = engine.encoder  # refuses other architectures
+    head = engine.bundle.manifest.head
+    kind = "dense" if head is None else head.vectors
+    if kind == "tokens":
+        for name, given in (("pooling", pooling), ("normalise", normalise), ("top", top)):
+            if given:
+                told = " has no effect on a vector for each token; leave it out"
+                raise UsageError(Option(name), told)
+        return _TokensCall(engine, prompt, long_rows)
+    check_value("top", top, Count | None)
+    if kind == "sparse" and pooling is None:
+        call = _SparseCall(engine, pooling, normalise, prompt, long_rows)
         call.top = top
-    return engine.map(checked_texts(texts, Asked), call.prepare, call.compute, encoders)
+        return call
+    if top is not None:
+        raise UsageError(Option("top"), " has no effect on dense vectors; leave it out")
+    return _Call(engine, pooling, normalise, prompt, long_rows)
 
 
 def embedding_width(engine: OpenBundle, pooling: Pooling | None) -> int:
