@@ -30,7 +30,9 @@ from transferry.runtime.console.shared_options import (
     TOKENS,
     batch_options,
     configurable,
+    optimisation_option,
     option,
+    provider_option,
     require_option,
     session_options,
 )
@@ -313,19 +315,9 @@ Examples:
     type=click.FloatRange(0, min_open=True, max=1e6),
     help="List the planted faults that pass this tolerance.",
 )
-@option(
-    "--provider",
-    type=click.Choice(["cpu", "cuda", "tensorrt"]),
-    default="cpu",
-    help="Execution provider; exit with 5 if it cannot run.",
-)
+@provider_option()
 @option("--threads", type=click.IntRange(1, 1024), default=1, help="Threads of a session.")
-@option(
-    "--optimisation",
-    type=click.Choice(["disable", "basic", "extended", "all"]),
-    default="all",
-    help="Optimisation level of onnxruntime.",
-)
+@optimisation_option()
 @report_options
 @option("--quiet", is_flag=True, help="Print no progress.")
 def audit(graphs: Path, reference: str, **options: Any) -> None:

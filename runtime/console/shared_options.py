@@ -159,6 +159,20 @@ JOB_PANELS = {
     PROOF: ("canary",),
 }
 machine, proof = (partial(option, panel=panel) for panel in (MACHINE, PROOF))
+provider_option = partial(
+    option,
+    "--provider",
+    type=click.Choice(["cpu", "cuda", "tensorrt"]),
+    default="cpu",
+    help="Execution provider; exit with 5 if it cannot run.",
+)
+optimisation_option = partial(
+    option,
+    "--optimisation",
+    type=click.Choice(["disable", "basic", "extended", "all"]),
+    default="all",
+    help="Optimisation level of onnxruntime.",
+)
 _SESSION = ("runtime", "provider", "threads", "optimisation")
 # How a bundle is opened.
 session_options = together(
@@ -168,23 +182,13 @@ session_options = together(
         default="onnxruntime",
         help="Runtime of the graphs; openvino runs portable and portable-int8 on the CPU.",
     ),
-    machine(
-        "--provider",
-        type=click.Choice(["cpu", "cuda", "tensorrt"]),
-        default="cpu",
-        help="Execution provider; exit with 5 if it cannot run.",
-    ),
+    provider_option(panel=MACHINE),
     machine(
         "--variant",
         help="Variant of the bundle. Default: the fastest verified, else the fastest float32 one.",
     ),
     machine("--threads", type=click.IntRange(1, 1024), default=1, help="Threads per replica."),
-    machine(
-        "--optimisation",
-        type=click.Choice(["disable", "basic", "extended", "all"]),
-        default="all",
-        help="Optimisation level of onnxruntime.",
-    ),
+    optimisation_option(panel=MACHINE),
 )
 # Fields of ModelCard.
 card_options = together(
