@@ -84,7 +84,7 @@ def to_toml(settings: Mapping[str, Any], made: Mapping[str, Any]) -> str:
 
 
 def check_fields(config: Any) -> None:
-    """Raises UsageError for a field of a dataclass of another type, or outside its range."""
+    """Raises UsageError for a field of a dataclass with a wrong type, or outside its range."""
     for name, kind in field_types(type(config)).items():
         check_value(name, getattr(config, name), kind)
 

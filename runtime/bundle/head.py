@@ -81,7 +81,7 @@ class HeadSettings:
         return "".join(texts.get(each, "") if place % 2 else each for place, each in pieces)
 
     def prompt(self, name: str | None) -> str:
-        """Returns the text before each text, by default `default_prompt`, or raises UsageError."""
+        """Returns a prompt, by default `default_prompt`; raises UsageError for an unknown name."""
         name = self.default_prompt if name is None else name
         if name and name not in self.prompts:
             known = ", ".join(self.prompts) or "none"

@@ -44,8 +44,9 @@ def open_regular(
 ) -> Iterator[io.BufferedReader]:
     """Opens a regular file for reading; an OSError inside the `with` counts as a read error.
 
-    Raises InputError for one that cannot be read, or is not fetched from Git LFS. A pipe is refused
-    instead of waited for, and a device instead of read for ever. `opener` works as in `open`.
+    Raises InputError for a file that cannot be read, is no regular file, or is not fetched from Git
+    LFS: a pipe is refused instead of waited for, and a device instead of read for ever. `opener`
+    works as in `open`.
     """
 
     def at_once(name: str, flags: int) -> int:

@@ -40,7 +40,7 @@ SERVICE_WORKER, SETTINGS = "service-worker.js", "site.json"
 
 @dataclass(frozen=True)
 class Site:
-    """Content of a written site: sizes by path in bytes, and sentences about the certificates."""
+    """A written site: bytes of each file by path, and sentences about the bundle's certificates."""
 
     sizes: Mapping[str, int]
     standing: tuple[str, ...]
@@ -74,7 +74,8 @@ def write_site(
         out: Folder of the site.
         title: Heading of the page. Default: the name of the bundle's folder.
         variant: One of `STANDARD`.
-        runtime: As for `find_runtime`.
+        runtime: Folder that holds onnxruntime-web, or node_modules around it. Default: that of
+            `find_runtime`.
         webgpu: Whether browsers with WebGPU use it; their answers may differ by rounding.
         force: Replace a site in `out`.
 

@@ -98,9 +98,9 @@ def standing(
 def require_standing(
     found: Standing, bundle: Bundle, strength: Strength = "checkpoint", *, signed: bool = False
 ) -> Certificate:
-    """Returns the certificate that covers a session, or raises ParityError.
+    """Returns the certificate of at least this strength that covers a session.
 
-    It has at least this strength. `signed`: it had to be signed; the message then says how to sign.
+    Raises ParityError without one; where it had to be `signed`, the message says how to sign.
     """
     reason, certificate = found.reason, found.certificate
     if certificate is not None and found.rank < STRENGTHS.index(strength):

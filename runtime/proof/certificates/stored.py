@@ -64,7 +64,7 @@ def read_certificates(
 
 
 def certificates(bundle: Bundle, own: Cell | None = None) -> list[Certificate]:
-    """Returns the readable ones of `read_certificates`, in the order of their names."""
+    """Returns the readable certificates in the order of names; raises as `read_certificates`."""
     found = [found for _, found in read_certificates(bundle, own)]
     return [one for one in found if isinstance(one, Certificate)]
 
