@@ -79,10 +79,14 @@ class Bundle:
         """Names of the tasks that the bundle can do."""
         if self.manifest.architecture != "encoder-only":
             return ["generate", "score"]
-        head, masks = self.manifest.head, self.tokenizer.special.mask_id is not None
-        own = [] if head is None or head.task == "embed" else [head.task]
-        ranks = head is not None and own == ["classify"] and len(head.labels) == 1
-        return ["embed", *["fill-mask"] * masks, *own, *["rank"] * ranks]
+        head, found = self.manifest.head, ["embed"]
+        if self.tokenizer.special.mask_id is not None:
+            found.append("fill-mask")
+        if head is not None and head.task != "embed":
+            found.append(head.task)
+            if head.task == "classify" and len(head.labels) == 1:
+                found.append("rank")
+        return found
 
     @property
     def embeds(self) -> bool:

@@ -214,7 +214,8 @@ class CheckedCommand(click.Command):
         for parameter in self.params:
             kind, value = parameter.type, ctx.params.get(str(parameter.name))
             try:
-                (value if isinstance(value, str) else "").encode()
+                if isinstance(value, str):
+                    value.encode()
             except UnicodeEncodeError as error:
                 found = f"{parameter.opts[-1]} must be UTF-8, found {shown(value)}"
                 raise UsageError(found) from error

@@ -152,8 +152,8 @@ class EncoderCall:
         import numpy as np
 
         own = self.part(row, found)
-        finite = bool(np.isfinite(own).all())
-        named = {**self.answer(row, own)} if finite else {**self.nothing, "error": NOT_FINITE}
+        failed = {**self.nothing, "error": NOT_FINITE}
+        named = self.answer(row, own) if np.isfinite(own).all() else failed
         return self._result(row, len(row.ids), **named, truncated=row.truncated)
 
     def part(self, row: Any, found: Scores) -> Scores:
