@@ -27,11 +27,7 @@ from transferry.export.checks.numbers import (
 from transferry.export.checks.searches import Search, Text
 from transferry.export.checks.task_metrics import task_metrics, token_agreement
 from transferry.export.checks.texts import given_answers, passage, passages, readings
-from transferry.export.checks.unrounded import (
-    told,
-    tolerance_of_floats,
-    without_rounding,
-)
+from transferry.export.checks.unrounded import told, tolerance_of_floats, without_rounding
 from transferry.export.faults.foreign_faults import foreign_faults
 from transferry.export.faults.gate import Gate
 from transferry.export.faults.self_test import differs, honest_truths, rounding_of
@@ -69,20 +65,6 @@ BRIEF_CASES = 16  # of random tokens, for each planted fault
 Done = Callable[[str, int, int], None]
 
 
-@dataclass(frozen=True)
-class Planting:
-    """Settings of the self-test of an audit.
-
-    Attributes:
-        plant: Plant faults in copies of the graphs, if they pass.
-        atol: The user's own tolerance, tried on these faults.
-    """
-
-    plant: bool = False
-    atol: float | None = None
-
-
-NOTHING = Planting()
 # Of rounded activations, whose effect grows from layer to layer; only finite numbers pass.
 UNLIMITED = Tolerance(2.0**60, most=math.inf)
 
@@ -102,7 +84,8 @@ def audit(
     texts: Sequence[str],
     *,
     precision: str | None = None,
-    planting: Planting = NOTHING,
+    plant: bool = False,
+    atol: float | None = None,
     done: Done = lambda phase, done, total: None,
 ) -> ParityReport:
     """Compares the graphs of another tool with their reference.
@@ -112,7 +95,8 @@ def audit(
         subject: The graphs beside their reference.
         texts: Texts to run through both.
         precision: Precision that the graphs are judged by; by default that of their operators.
-        planting: Whether faults are planted.
+        plant: Plant faults in copies of the graphs, if they pass.
+        atol: The user's own tolerance, tried on these faults.
         done: Called with the phase, the steps finished and their total.
 
     Raises:
@@ -153,7 +137,7 @@ def audit(
         searches=[asdict(work.text.options(name)) for name in RECORDED] if found.best else [],
         times=[*found.times.values()],
     )
-    return with_faults(report, work.gate(subject, precision), planting, partial(done, "planting"))
+    return with_faults(report, work.gate(subject, precision, atol), done) if plant else report
 
 
 @dataclass(frozen=True)
@@ -326,29 +310,23 @@ class Audit:
 
     def searches(self, subject: ForeignFolder) -> list[Check]:
         """Returns checks of greedy and beam search, alone and in padded batches."""
+        sources, special = self.text.sources, self.oracle.special
         ways = [(ALONE, subject.model, 1)]
-        for side in subject.paddings:
-            ways.append((f"batches padded {side}", subject.model.padded(side), BATCH))
-        found = []
-        for name in self.text.searches:
-            for way, decoder, rows in ways:
-                best = name if (name, way) == (RECORDED[0], ALONE) else ""
-                found.append(self._search(f"{name}, {way}", name, decoder, rows, best))
-        return found
+        ways += [(f"batches padded {s}", subject.model.padded(s), BATCH) for s in subject.paddings]
 
-    def _search(
-        self, called: str, name: str, decoder: ForeignDecoder, rows: int, best: str
-    ) -> Check:
-        sources, options = self.text.sources, self.text.options(name)
+        def check(name: str, way: str, decoder: ForeignDecoder, rows: int) -> Check:
+            options = self.text.options(name)
 
-        def answers() -> Sequence[Answers]:
-            # In the order of the text, so that a batch holds rows of unequal length.
-            parts = (sources[at : at + rows] for at in range(0, len(sources), rows))
-            special = self.oracle.special
-            return [[each] for part in parts for each in search(decoder, part, options, special)]
+            def answers() -> Sequence[Answers]:
+                # In the order of the text, so that a batch holds rows of unequal length.
+                parts = (sources[at : at + rows] for at in range(0, len(sources), rows))
+                found = (each for part in parts for each in search(decoder, part, options, special))
+                return [[each] for each in found]
 
-        way = Search(called, decoder, sources, options, answers, rows=BATCH)
-        return way.check(self.oracle, best=best)
+            made = Search(f"{name}, {way}", decoder, sources, options, answers, rows=BATCH)
+            return made.check(self.oracle, best=name if (name, way) == (RECORDED[0], ALONE) else "")
+
+        return [check(name, *way) for name in self.text.searches for way in ways]
 
     def _fed(self, so_far: Findings) -> list[tuple[Sequence[int], Sequence[int]]]:
         """Returns source and target of each row to feed: torch's greedy answers."""
@@ -362,7 +340,9 @@ class Audit:
             )
         ]
 
-    def gate(self, subject: ForeignFolder, precision: str) -> Gate[ForeignFolder]:
+    def gate(
+        self, subject: ForeignFolder, precision: str, atol: float | None = None
+    ) -> Gate[ForeignFolder]:
         """Returns the gate of the self-test: fewer cases and texts, on the same oracle."""
         brief = replace(
             self,
@@ -377,39 +357,31 @@ class Audit:
             files = [each.beside and each.beside.contents() for each in (copy, subject)]
             return files[0] != files[1] or differs(copy.model, truths(), rounding_of(precision))
 
-        return Gate(subject, brief.checks, changed, faults=True)
+        return Gate(subject, brief.checks, changed, faults=True, atol=atol)
 
 
-def with_faults(
-    report: ParityReport,
-    gate: Gate[Any],
-    planting: Planting,
-    done: Callable[[int, int], None],
-) -> ParityReport:
+def with_faults(report: ParityReport, gate: Gate[Any], done: Done) -> ParityReport:
     """Returns the report with the results of planted faults, if it passed.
 
     Raises:
         InputError: The graphs take no fault.
     """
-    if not planting.plant:
-        return report
     if not report.passed:
         untried = {"planted faults": "none, since the graphs fail as they are"}
         return replace(report, settings={**report.settings, **untried})
     beside = gate.subject.beside
     faults, planted = foreign_faults(beside is not None and beside.reference is not None), []
     with temporary_folder() as folder:
-        results = replace(gate, atol=planting.atol).plant(faults, folder / "copy")
-        for number, found in enumerate(results, start=1):
+        for number, found in enumerate(gate.plant(faults, folder / "copy"), start=1):
             planted += [] if found is None else [found]
-            done(number, len(faults))
+            done("planting", number, len(faults))
     if not planted:
         path = gate.subject.layout.decoder.path
         raise InputError(f"{path}: no fault can be planted in these graphs")
     told: dict[str, Any] = {}
-    if planting.atol is not None:
+    if gate.atol is not None:
         wrong = [item for item in planted if item.changes_answer]
         missed = sum(bool(item.tolerated) for item in wrong)
         share = f"{missed} of {len(wrong)} planted faults"
-        told["atol"] = f"{planting.atol:g} would have missed {share}"
+        told["atol"] = f"{gate.atol:g} would have missed {share}"
     return replace(report, settings={**report.settings, **told}, self_test=planted)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,24 +14,13 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from transferry.export.audit import NOTHING, UNLIMITED, Done, Planting, tolerance_of, with_faults
+from transferry.export.audit import UNLIMITED, Done, tolerance_of, with_faults
 from transferry.export.checks.check import INDEPENDENCE, Check, Findings, claim, prove
 from transferry.export.checks.foreign_weights import foreign_weights
 from transferry.export.checks.numbers import REPEATED, REPEATS, batched, declared
-from transferry.export.checks.unrounded import (
-    told,
-    tolerance_of_floats,
-    without_rounding,
-)
+from transferry.export.checks.unrounded import told, tolerance_of_floats, without_rounding
 from transferry.export.faults.gate import Gate
-from transferry.export.subject.function import (
-    Arrays,
-    FunctionGraph,
-    Inputs,
-    rows_alone,
-    run_module,
-    same,
-)
+from transferry.export.subject.function import Arrays, FunctionGraph, Inputs, rows_alone, run_module
 from transferry.runtime.errors import InputError
 from transferry.runtime.proof.compare import Comparison, Tolerance, limited
 from transferry.runtime.proof.report import Claim, ParityReport
@@ -42,7 +31,9 @@ def audit_function(
     folder: Path,
     subject: FunctionGraph,
     precision: str,
-    planting: Planting = NOTHING,
+    *,
+    plant: bool = False,
+    atol: float | None = None,
     done: Done = lambda phase, done, total: None,
 ) -> ParityReport:
     """Compares a graph with a torch module; see `audit`.
@@ -59,10 +50,10 @@ def audit_function(
     report = ParityReport(*given, claims=found.claims, times=[*found.times.values()])
 
     def changed(copied: FunctionGraph) -> bool:
-        return not same(subject.tried(), copied.tried())
+        return not all(map(np.array_equal, subject.tried(), copied.tried()))
 
-    gate = Gate(subject, work.checks, changed)
-    return with_faults(report, gate, planting, partial(done, "planting"))
+    gate = Gate(subject, work.checks, changed, atol=atol)
+    return with_faults(report, gate, done) if plant else report
 
 
 @dataclass(frozen=True)
@@ -121,49 +112,33 @@ class FunctionAudit:
                     f"{case}: expected outputs with numbers to compare, found shapes {shapes}; "
                     "return inputs of at least one row"
                 )
-            own = run_module(self.module, given, list(found), torch.float32)
+            reference = run_module(self.module, given, list(found), torch.float32)
+            rounding = {each: _error(reference[each], oracle[each]) for each in found}
             compared = [
-                self._compare(case, each, found[each], oracle[each], own[each]) for each in found
+                self._compare(case, each, found[each], oracle[each], own)
+                for each, own in rounding.items()
             ]
             yield Findings(comparisons=compared)
             whole = whole or found
             errors |= {
                 item.tensor: max(item.error, errors.get(item.tensor, 0.0)) for item in compared
             }
-            if row >= 0:
-                rounding = {name: _error(own[name], oracle[name]) for name in found}
-                alone = self._independence(case, row, found, whole, rounding, errors)
-                yield Findings(comparisons=list(alone))
-
-    def _independence(
-        self,
-        case: str,
-        row: int,
-        alone: Arrays,
-        whole: Arrays,
-        own: Mapping[str, float],
-        errors: Mapping[str, float],
-    ) -> Iterator[Comparison]:
-        """Compares a row alone with the same row in its batch; see `batched`."""
-        for name, wanted in alone.items():
-            if whole[name].shape[1:] == wanted.shape[1:] and len(whole[name]) > row:
-                error = _error(whole[name][row : row + 1], wanted)
-                budget = batched(self.tolerance, own[name], errors[name])
-                shown = f"{case}{INDEPENDENCE}its batch"
-                yield limited(shown, name, "text", error, own[name], budget)
+            for each, own in rounding.items() if row >= 0 else ():
+                # The row alone, and in its batch; see `batched`.
+                alone, batch = found[each], whole[each]
+                if batch.shape[1:] == alone.shape[1:] and len(batch) > row:
+                    apart = _error(batch[row : row + 1], alone)
+                    budget = batched(self.tolerance, own, errors[each])
+                    shown = f"{case}{INDEPENDENCE}its batch", each, "text"
+                    yield Findings(comparisons=[limited(*shown, apart, own, budget)])
 
     def _compare(
-        self,
-        case: str,
-        name: str,
-        found: NDArray[Any],
-        oracle: NDArray[Any],
-        reference: NDArray[Any],
+        self, case: str, name: str, found: NDArray[Any], oracle: NDArray[Any], own: float
     ) -> Comparison:
         if found.shape != oracle.shape:
             fault = f"expected shape {list(oracle.shape)}, found {list(found.shape)}"
             return Comparison(case, name, "text", np.inf, 0.0, 0.0, fault)
-        own, error = _error(reference, oracle), _error(found, oracle)
+        error = _error(found, oracle)
         return limited(case, name, "text", error, own, self.tolerance.budget(own))
 
 

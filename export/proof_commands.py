@@ -92,11 +92,7 @@ _compared = partial(option, panel=COMPARISON)
 
 
 def given_search(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields that `search_options` gave, with the text of --suppress.
-
-    Raises:
-        UsageError: They conflict.
-    """
+    """Returns the fields that `search_options` gave; raises UsageError if they conflict."""
     search = given(options, GenerationOptions, leave_out=VERIFIED)
     GenerationOptions(**search)
     texts = tuple(map(token_or_text, options["suppress"]))
@@ -288,9 +284,7 @@ Examples:
 )
 @option("--text", type=FILE, help="Texts, one per line.")
 @option(
-    "--names",
-    type=FILE,
-    help="TOML file that names the inputs and outputs of a single ONNX file.",
+    "--names", type=FILE, help="TOML file that names the inputs and outputs of a single ONNX file."
 )
 @option(
     "--suffix",
@@ -331,7 +325,6 @@ def audit(graphs: Path, reference: str, **options: Any) -> None:
     """
     if options["atol"] is not None and not options["plant"]:
         raise UsageError("--atol has no effect without --plant")
-    from transferry.export.audit import Planting
     from transferry.export.audit import audit as audited
     from transferry.export.audit_function import audit_function
     from transferry.export.report.write import write_report
@@ -345,7 +338,7 @@ def audit(graphs: Path, reference: str, **options: Any) -> None:
 
     texts = some_lines(options["text"]) if options["text"] else []
     session = SessionOptions(**given(options, SessionOptions))
-    planting = Planting(options["plant"], options["atol"])
+    planting: dict[str, Any] = {name: options[name] for name in ("plant", "atol")}
     with progress(options["quiet"]) as show_phase:
         if (function := named_function(reference)) is not None:
             for name in ("text", "names", "paddings", "suffix"):
@@ -357,14 +350,14 @@ def audit(graphs: Path, reference: str, **options: Any) -> None:
             whole = read_whole(graphs)
             precision = options["precision"] or whole.precision()
             graph = FunctionGraph(whole, session, *called(function, reference))
-            report = audit_function(graphs, graph, precision, planting, show_phase)
+            report = audit_function(graphs, graph, precision, **planting, done=show_phase)
         else:
             layout = read_layout(graphs, options["names"], options["suffix"])
             trained = load_reference(Path(reference))
             beside = beside_graphs(graphs, Path(reference), texts)
             folder = ForeignFolder(layout, session, trained, options["paddings"], beside)
-            chosen = {"precision": options["precision"], "planting": planting}
-            report = audited(graphs, folder, texts, **chosen, done=show_phase)
+            planting["precision"] = options["precision"]
+            report = audited(graphs, folder, texts, **planting, done=show_phase)
     show_report(report, as_json=options["as_json"], verbose=options["verbose"])
     files = {"page": options["page"], "junit": options["junit"]}
     write_report(report, **files, date=None, certificate=None)

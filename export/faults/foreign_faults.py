@@ -11,13 +11,20 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from transferry.export.faults.fault import Fault
-from transferry.export.subject.bundle_copy import add, constant, replace
+from transferry.export.faults.fault import Fault, Plant
+from transferry.export.subject.bundle_copy import (
+    add,
+    backwards,
+    constant,
+    replace,
+    row_numbers,
+    rows_from,
+    scaled_rows,
+)
 from transferry.export.subject.graph_copy import GraphCopy
-from transferry.export.subject.layout import BITS, PRODUCTS, GraphFile
+from transferry.export.subject.layout import BITS, PRODUCTS
 
-# Change of a fault and its place; None where a graph has no place for it.
-Plant = Callable[[ir.Model, GraphFile], str | None]
+Change = Callable[[NDArray[Any]], NDArray[Any]]
 
 
 def _weights(model: ir.Model) -> list[ir.Value]:
@@ -36,24 +43,22 @@ def _set(value: ir.Value, array: NDArray[Any]) -> None:
     value.const_value = ir.Tensor(array, name=value.name)
 
 
-def _of_weight(change: Callable[[NDArray[Any]], NDArray[Any]], told: str) -> Plant:
-    """Returns the change of the matrix of median size."""
-
-    def plant(model: ir.Model, graph: GraphFile) -> str | None:
-        return _changed(_weights(model), change, told)
-
-    return plant
+def _of_weight(change: Change, told: str, copy: GraphCopy) -> str | None:
+    """Changes the matrix of median size."""
+    return _changed(_weights(copy.model), change, told)
 
 
-def _changed(
-    weights: Sequence[ir.Value], change: Callable[[NDArray[Any]], NDArray[Any]], told: str
-) -> str | None:
+def _changed(weights: Sequence[ir.Value], change: Change, told: str) -> str | None:
     if not weights:
         return None
     value = weights[len(weights) // 2]
     array = value.const_value.numpy().copy()  # type: ignore[union-attr]
     _set(value, change(array).astype(array.dtype))
     return f"{value.name}{told}"
+
+
+def _scaled(array: NDArray[Any]) -> NDArray[Any]:
+    return np.asarray(array * np.float32(1.001))
 
 
 def _swapped(array: NDArray[Any]) -> NDArray[Any]:
@@ -66,18 +71,18 @@ def _rounded(array: NDArray[Any]) -> NDArray[Any]:
     return np.asarray(np.round(array / step) * step)
 
 
-def _reversed(model: ir.Model, graph: GraphFile) -> str | None:
+def _reversed(copy: GraphCopy) -> str | None:
     found = [
         node.inputs[1]
-        for node in model.graph.all_nodes()
+        for node in copy.model.graph.all_nodes()
         if node.op_type in (BITS, *PRODUCTS) and len(node.inputs) > 1
     ]
     weights = [value for value in found if value is not None and value.const_value is not None]
     return _changed(weights, lambda array: array[::-1].copy(), ": its first axis backwards")
 
 
-def _rare_row(model: ir.Model, graph: GraphFile) -> str | None:
-    for node in model.graph.all_nodes():
+def _rare_row(copy: GraphCopy) -> str | None:
+    for node in copy.model.graph.all_nodes():
         table = node.inputs[0] if node.op_type == "Gather" else None
         if table is None or table.const_value is None or len(table.const_value.shape) != 2:
             continue
@@ -89,34 +94,33 @@ def _rare_row(model: ir.Model, graph: GraphFile) -> str | None:
     return None
 
 
-def _epsilon(model: ir.Model, graph: GraphFile) -> str | None:
+def _epsilon(copy: GraphCopy) -> str | None:
     count = 0
-    for node in model.graph.all_nodes():
+    for node in copy.model.graph.all_nodes():
         if (found := node.attributes.get("epsilon")) is not None:
             node.attributes["epsilon"] = ir.AttrFloat32("epsilon", max(10 * found.value, 1e-5))
             count += 1
     return f"{count} norms, ten times as large" if count else None
 
 
-def _input(model: ir.Model, graph: GraphFile, role: str) -> ir.Value | None:
-    name = graph.inputs.get(role)
-    return next((value for value in model.graph.inputs if value.name == name), None)
+def _input(copy: GraphCopy, role: str) -> ir.Value | None:
+    name = copy.graph.inputs.get(role)
+    return next((value for value in copy.model.graph.inputs if value.name == name), None)
 
 
-def _unmasked(model: ir.Model, graph: GraphFile) -> str | None:
-    mask = _input(model, graph, "states_mask") or _input(model, graph, "mask")
+def _unmasked(copy: GraphCopy) -> str | None:
+    mask = _input(copy, "states_mask") or _input(copy, "mask")
     if mask is None or mask.dtype is None or not mask.uses():
         return None
     one = np.array(1, mask.dtype.numpy())
     replace(
-        mask,
-        lambda value: add(value, "Add", add(value, "Sub", value, value), constant(value, one)),
+        mask, lambda value: add(value, "Add", add(value, "Sub", value, value), constant(value, one))
     )
     return f"{mask.name} is 1 everywhere"
 
 
-def _shifted(model: ir.Model, graph: GraphFile) -> str | None:
-    positions = _input(model, graph, "positions")
+def _shifted(copy: GraphCopy) -> str | None:
+    positions = _input(copy, "positions")
     if positions is None or not positions.uses():
         return None
     replace(
@@ -128,80 +132,53 @@ def _shifted(model: ir.Model, graph: GraphFile) -> str | None:
     return f"{positions.name}: each position but the first is one too low"
 
 
-def _output(model: ir.Model, graph: GraphFile) -> ir.Value:
-    names = [graph.outputs.get(role) for role in ("logits", "head", "hidden")]
+def _output(copy: GraphCopy) -> ir.Value:
+    """Returns the output that decides answers."""
+    names = [copy.graph.outputs.get(role) for role in ("logits", "head", "hidden")]
     wanted = next((name for name in names if name), None)
-    return next(
-        (value for value in model.graph.outputs if value.name == wanted), model.graph.outputs[0]
-    )
+    outputs = copy.model.graph.outputs
+    return next((value for value in outputs if value.name == wanted), outputs[0])
 
 
-def _last_row(model: ir.Model, graph: GraphFile) -> str | None:
-    output = _output(model, graph)
-
-    def scaled(value: ir.Value) -> ir.Value:
-        rows = add(value, "Squeeze", add(value, "Shape", value, start=0, end=1))
-        numbers = add(value, "Range", constant(value, 0), rows, constant(value, 1))
-        late = add(value, "Cast", add(value, "Greater", numbers, constant(value, 1)), to=1)
-        factor = add(
-            value,
-            "Add",
-            add(value, "Mul", late, constant(value, np.float32(0.0005))),
-            constant(value, np.float32(1)),
-        )
-        ones = [-1] + [1] * (len(value.shape or (1, 1, 1)) - 1)
-        column = add(value, "Reshape", factor, constant(value, ones))
-        return add(value, "Mul", value, add(value, "CastLike", column, value))
-
+def _of_output(change: Callable[[ir.Value], ir.Value], told: str, copy: GraphCopy) -> str:
+    output = _output(copy)
     name = output.name
-    replace(output, scaled, outside=True)
-    return f"{name}: rows from the third on times 1.0005"
+    replace(output, change, outside=True)
+    return f"{name}: {told}"
 
 
-def _repeated(model: ir.Model, graph: GraphFile) -> str | None:
-    output = _output(model, graph)
-
-    def repeated(value: ir.Value) -> ir.Value:
-        rows = add(value, "Squeeze", add(value, "Shape", value, start=0, end=1))
-        numbers = add(value, "Range", constant(value, 0), rows, constant(value, 1))
-        return add(value, "Gather", value, add(value, "Min", numbers, constant(value, 15)), axis=0)
-
-    name = output.name
-    replace(output, repeated, outside=True)
-    return f"{name}: rows from the 17th on repeat the 16th"
+def _later(value: ir.Value) -> ir.Value:
+    return scaled_rows(value, rows_from(2, value, value), 1.0005)
 
 
-def _stale(model: ir.Model, graph: GraphFile) -> str | None:
-    names = [present for name, present in graph.past.items() if ".encoder." not in name]
-    present = next((v for v in reversed(list(model.graph.outputs)) if v.name in names), None)
+def _repeated(value: ir.Value) -> ir.Value:
+    numbers = row_numbers(value, value)[1]
+    return add(value, "Gather", value, add(value, "Min", numbers, constant(value, 15)), axis=0)
+
+
+def _stale(copy: GraphCopy) -> str | None:
+    if copy.layout.step is not None:
+        copy.edit(copy.layout.step)  # of later steps
+    names = [present for name, present in copy.graph.past.items() if ".encoder." not in name]
+    present = next((v for v in reversed(copy.model.graph.outputs) if v.name in names), None)
     if present is None:
         return None
-
-    def backwards(value: ir.Value) -> ir.Value:
-        ends = [constant(value, [number]) for number in (-1, np.iinfo(np.int64).min, 0)]
-        return add(value, "Slice", value, ends[0], ends[1], ends[2], ends[0])
-
     name = present.name
     replace(present, backwards, outside=True)
     return f"{name}: rows from last to first"
 
 
-def _noise(model: ir.Model, graph: GraphFile) -> str | None:
-    output = _output(model, graph)
-    if model.opset_imports[""] >= 22:  # for which onnxruntime 1.31 has no random numbers
-        return None
-
+def _noise(copy: GraphCopy) -> str | None:
     def noisy(value: ir.Value) -> ir.Value:
-        drawn = add(value, "RandomNormalLike", value, scale=1e-5)
-        return add(value, "Add", value, drawn)
+        return add(value, "Add", value, add(value, "RandomNormalLike", value, scale=1e-5))
 
-    name = output.name
-    replace(output, noisy, outside=True)
-    return f"{name}: normal noise of 1e-5"
+    if copy.model.opset_imports[""] >= 22:  # for which onnxruntime 1.31 has no random numbers
+        return None
+    return _of_output(noisy, "normal noise of 1e-5", copy)
 
 
-def _declared(model: ir.Model, graph: GraphFile) -> str | None:
-    output = _output(model, graph)
+def _declared(copy: GraphCopy) -> str | None:
+    output = _output(copy)
     if output.shape is None:
         return None
     sizes = list(output.shape)
@@ -210,19 +187,18 @@ def _declared(model: ir.Model, graph: GraphFile) -> str | None:
     return f"{output.name} declares {sizes[-1]} in its last axis"
 
 
-SWAPPED = "swapped cache rows"
 FAULTS: dict[str, Plant] = {
-    "a weight scaled": _of_weight(lambda array: array * np.float32(1.001), " times 1.001"),
-    "two columns of a weight swapped": _of_weight(_swapped, ": columns 0 and 1"),
+    "a weight scaled": partial(_of_weight, _scaled, " times 1.001"),
+    "two columns of a weight swapped": partial(_of_weight, _swapped, ": columns 0 and 1"),
     "one row of the embedding": _rare_row,
-    "a weight in 8 bits": _of_weight(_rounded, " rounded to 8 bits"),
+    "a weight in 8 bits": partial(_of_weight, _rounded, " rounded to 8 bits"),
     "a weight of integers reversed": _reversed,
     "norm epsilon changed": _epsilon,
     "padding mask dropped": _unmasked,
     "positions one too low": _shifted,
-    "later rows of a batch": _last_row,
-    "repeated rows": _repeated,
-    SWAPPED: _stale,
+    "later rows of a batch": partial(_of_output, _later, "rows from the third on times 1.0005"),
+    "repeated rows": partial(_of_output, _repeated, "rows from the 17th on repeat the 16th"),
+    "swapped cache rows": _stale,
     "noise": _noise,
     "another declared shape": _declared,
 }
@@ -236,7 +212,7 @@ def foreign_faults(beside: bool) -> list[Fault]:
     """
     files = BESIDE if beside else {}
     return [
-        *(Fault(kind, partial(_planted, plant, kind == SWAPPED)) for kind, plant in FAULTS.items()),
+        *(Fault(kind, plant) for kind, plant in FAULTS.items()),
         *(Fault(kind, partial(_rewritten, *change)) for kind, change in files.items()),
     ]
 
@@ -286,10 +262,3 @@ BESIDE: dict[str, tuple[str, Callable[[dict[str, Any]], str | None]]] = {
     "another padding token": ("config.json", partial(_another_id, "pad_token_id")),
     "two labels swapped": ("config.json", _swapped_labels),
 }
-
-
-def _planted(plant: Plant, later: bool, copy: GraphCopy) -> str | None:
-    """Plants a fault in the graph of first steps, or of later ones."""
-    if later and copy.layout.step is not None:
-        copy.edit(copy.layout.step)
-    return plant(copy.model, copy.graph)

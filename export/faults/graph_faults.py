@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -14,11 +13,17 @@ from transferry.export.faults.fault import Faults, decodes, given, last, tables
 from transferry.export.subject.bundle_copy import (
     BundleCopy,
     add,
+    always,
+    backwards,
     constant,
     constants,
     replace,
+    row_numbers,
+    rows_from,
     scalar,
+    scaled_rows,
 )
+from transferry.export.trace.editing import argument
 from transferry.runtime.decoding.batching import BatchOptions
 
 FAULTS = Faults()
@@ -46,10 +51,9 @@ def _restarted(copy: BundleCopy) -> str:
     lambda config: bool(config.decoder_layers and not config.encoder_layers),
 )
 def _padding_counted(copy: BundleCopy) -> str:
-    mask = _input(copy, "decoder", "past_mask")
+    mask = copy.tensor("decoder", *copy.specs["decoder"].names("past_mask"))
     for cast in copy.users(mask, "Cast"):
-        every = add(mask, "Or", mask, add(mask, "Not", mask))
-        cast.replace_input_with(0, every)
+        cast.replace_input_with(0, always(mask))
     return "decoder: positions of a row go on behind its padding"
 
 
@@ -61,17 +65,11 @@ def _made_by(value: ir.Value, operator: str) -> bool:
 # Masks.
 
 
-def _input(copy: BundleCopy, graph: str, role: Any) -> ir.Value:
-    (name,) = copy.specs[graph].names(role)
-    return next(value for value in copy.graphs[graph].graph.inputs if value.name == name)
-
-
 def _masks(copy: BundleCopy) -> list[ir.Value]:
     return [
-        _input(copy, name, role)
-        for name, spec in copy.specs.items()
-        for role in ("source_mask", "past_mask")
-        if spec.names(role)
+        copy.tensor(graph, name)
+        for graph, spec in copy.specs.items()
+        for name in (*spec.names("source_mask"), *spec.names("past_mask"))
     ]
 
 
@@ -90,20 +88,14 @@ def _mask_shifted(copy: BundleCopy) -> str:
 def _mask_dropped(copy: BundleCopy) -> str:
     for mask in _masks(copy):
         for where in copy.users(mask, "Not", "Where"):
-            nothing = where.inputs[2]
-            assert nothing is not None
-            replace(where.outputs[0], given(nothing))
+            replace(where.outputs[0], given(argument(where, 2)))
     return "padding is seen"
 
 
 @FAULTS.kind("causal mask off by one", decodes)
 def _causal_shifted(copy: BundleCopy) -> str:
-    found = list(copy.nodes("Greater", graph="decoder"))
-    if not found:
-        raise copy.absent("the causal mask")
-    for node in found:
-        limit = node.inputs[1]
-        assert limit is not None
+    for node in copy.nodes("Greater", graph="decoder", wanted="the causal mask"):
+        limit = argument(node, 1)
         node.replace_input_with(1, add(limit, "Add", limit, constant(limit, 1)))
     return "decoder: each position sees the next one"
 
@@ -115,10 +107,10 @@ def _causal_shifted(copy: BundleCopy) -> str:
 def _epsilon(copy: BundleCopy) -> str:
     # Ten times as large, but at least torch's default.
     wrong = max(10 * copy.config.norm_epsilon, 1e-5)
-    changed = 0
-    for node in copy.nodes("LayerNormalization"):
+    norms = copy.nodes("LayerNormalization")
+    for node in norms:
         node.attributes["epsilon"] = ir.AttrFloat32("epsilon", wrong)
-        changed += 1
+    changed = len(norms)
     for mean in copy.nodes("ReduceMean") if copy.config.norm == "rms" else ():
         for sum_ in copy.users(mean.outputs[0], "Add"):
             epsilon = scalar(sum_)
@@ -142,11 +134,8 @@ def _norm_skipped(copy: BundleCopy) -> str:
                 # RMSNorm: (x * 1 / sqrt(...)) * weight.
                 product = inner.producer()
                 assert product is not None
-                inner = next(
-                    value
-                    for value in product.inputs
-                    if value is not None and not _made_by(value, "Reciprocal")
-                )
+                factors = (argument(product, 0), argument(product, 1))
+                inner = next(value for value in factors if not _made_by(value, "Reciprocal"))
             replace(node.outputs[0], given(inner))
     return name.removesuffix(".weight")
 
@@ -154,10 +143,9 @@ def _norm_skipped(copy: BundleCopy) -> str:
 @FAULTS.kind("query scale missing", lambda config: config.d_head > 1)
 def _scale_missing(copy: BundleCopy) -> str:
     wanted = math.sqrt(copy.config.d_head)
-    for node in reversed(list(copy.nodes("Div"))):
-        query = node.inputs[0]
-        if scalar(node, wanted) is not None and query is not None:
-            replace(node.outputs[0], given(query))
+    for node in reversed(copy.nodes("Div")):
+        if scalar(node, wanted) is not None:
+            replace(node.outputs[0], given(argument(node, 0)))
             return f"the last attention: not divided by {wanted:.4g}"
     raise copy.absent("the scale of a query")
 
@@ -168,8 +156,7 @@ def _scale_missing(copy: BundleCopy) -> str:
 def _embedding_scale_missing(copy: BundleCopy) -> str:
     for weight in copy.named("embedding.weight"):
         for node in copy.users(weight, "Gather", "Mul"):
-            value = next(value for value in node.inputs if value not in constants(node))
-            assert value is not None
+            value = argument(node, 1 if argument(node, 0) in constants(node) else 0)
             replace(node.outputs[0], given(value))
     return f"not multiplied by {math.sqrt(copy.config.d_model):.4g}"
 
@@ -178,10 +165,8 @@ def _embedding_scale_missing(copy: BundleCopy) -> str:
 def _activation(copy: BundleCopy) -> str:
     kinds = {"relu": "Relu", "gelu": "Gelu", "gelu-tanh": "Gelu"}
     wanted = kinds.get(copy.config.activation, "Sigmoid")
-    node = next(copy.nodes(wanted), None)
-    if node is None or node.inputs[0] is None:
-        raise copy.absent(f"the activation {wanted}")
-    value, other = node.inputs[0], "Relu" if wanted == "Gelu" else "Gelu"
+    node = copy.nodes(wanted, wanted=f"the activation {wanted}")[0]
+    value, other = argument(node, 0), "Relu" if wanted == "Gelu" else "Gelu"
     if wanted == "Sigmoid":
         # swish is x * sigmoid(x).
         (node,) = copy.users(node.outputs[0], "Mul")
@@ -191,11 +176,9 @@ def _activation(copy: BundleCopy) -> str:
 
 @FAULTS.kind("GELU's other form", lambda config: config.activation in ("gelu", "gelu-tanh"))
 def _other_gelu(copy: BundleCopy) -> str:
-    found = list(copy.nodes("Gelu"))
-    if not found:
-        raise copy.absent("GELU")
     form = "tanh" if copy.config.activation == "gelu" else "none"
-    found[-1].attributes["approximate"] = ir.AttrString("approximate", form)
+    node = copy.nodes("Gelu", wanted="GELU")[-1]
+    node.attributes["approximate"] = ir.AttrString("approximate", form)
     return f"approximate={form!r} in the last"
 
 
@@ -210,15 +193,16 @@ def _residual_dropped(copy: BundleCopy) -> str:
 
 @FAULTS.kind("a dimension frozen while tracing")
 def _frozen(copy: BundleCopy) -> str:
-    found = 0
-    for name in ("encoder", "decoder"):
-        for node in copy.nodes("Shape", graph=name):
-            start, end = (node.attributes.get(key) for key in ("start", "end"))
-            if start and end and (start.value, end.value) == (0, 1):
-                replace(node.outputs[0], lambda value: constant(value, [2]))
-                found += 1
+    shapes = [node for name in ("encoder", "decoder") for node in copy.nodes("Shape", graph=name)]
+    found = [
+        node.outputs[0]
+        for node in shapes
+        if [node.attributes.get_int(each, -1) for each in ("start", "end")] == [0, 1]
+    ]
     if not found:
         raise copy.absent("the size of the batch")
+    for value in found:
+        replace(value, lambda value: constant(value, [2]))
     return "the batch is 2"
 
 
@@ -230,27 +214,9 @@ def double_from_row(copy: BundleCopy, first: int) -> str:
     name = "decoder" if "decoder" in copy.graphs else "encoder"
     table = copy.graphs[name].graph.initializers["model.embedding.weight"]
     for gather in copy.users(table, "Gather"):
-        embedded, tokens = gather.outputs[0], gather.inputs[1]
-        rows = add(embedded, "Shape", tokens, start=0, end=1)
-        ends = [constant(embedded, number) for number in (0, 1)]
-        numbers = add(embedded, "Range", ends[0], add(embedded, "Squeeze", rows), ends[1])
-        late = add(embedded, "GreaterOrEqual", numbers, constant(embedded, first))
-        factor = add(
-            embedded, "Add", add(embedded, "CastLike", late, table), _number_like(table, 1)
-        )
-        column = add(embedded, "Reshape", factor, constant(embedded, [-1, 1, 1]))
-        replace(embedded, partial(_product, column))
+        late = rows_from(first, gather.outputs[0], argument(gather, 1))
+        replace(gather.outputs[0], partial(scaled_rows, chosen=late, factor=2.0))
     return f"{name}: the embedding is doubled from row {first} on"
-
-
-def _product(factor: ir.Value, value: ir.Value) -> ir.Value:
-    return add(value, "Mul", value, factor)
-
-
-def _number_like(near: ir.Value, number: float) -> ir.Value:
-    """Adds a number of the type of a weight to its graph."""
-    assert near.const_value is not None
-    return constant(near, np.asarray(number, near.const_value.numpy().dtype))
 
 
 @FAULTS.kind("the last row of a full batch wrong")
@@ -261,12 +227,11 @@ def _last_row(copy: BundleCopy) -> str:
 @FAULTS.kind("stale cache positions", decodes)
 def _stale_positions(copy: BundleCopy) -> str:
     name = copy.specs["decoder"].names("present")[-1]
-    (present,) = [o for o in copy.graphs["decoder"].graph.outputs if o.name == name]
+    present = copy.tensor("decoder", name)
     join = present.producer()
     if join is None or join.op_type != "Concat" or None in join.inputs:
         raise copy.absent(f"the concatenation that gives {name}")
     past, new = join.inputs
-
     nothing = add(present, "Sub", new, new)
     replace(present, lambda value: add(value, "Concat", past, nothing, axis=2), outside=True)
     return f"{name}: what a step adds is not written"
@@ -274,39 +239,28 @@ def _stale_positions(copy: BundleCopy) -> str:
 
 def _select(copy: BundleCopy, make: Callable[[ir.Value, ir.Value], ir.Value], which: int) -> str:
     """Selects other rows of one tensor, computed from the rows and the batch size `[1]`."""
-    node = list(copy.nodes("Gather", graph="select"))[which]
-    state, rows = node.inputs
-    assert state is not None
-    assert rows is not None
-    batch = add(rows, "Shape", state, start=0, end=1)
-    node.replace_input_with(1, make(rows, batch))
+    node = copy.nodes("Gather", graph="select")[which]
+    state, rows = argument(node, 0), argument(node, 1)
+    node.replace_input_with(1, make(rows, add(rows, "Shape", state, start=0, end=1)))
     return str(node.outputs[0].name)
 
 
 @FAULTS.kind("stale cache rows", decodes)
 def _stale_rows(copy: BundleCopy) -> str:
-    def unselected(rows: ir.Value, batch: ir.Value) -> ir.Value:
-        axes = constant(rows, [0])
-        count = add(rows, "Squeeze", add(rows, "Shape", rows), axes)
-        every = add(rows, "Range", constant(rows, 0), count, constant(rows, 1))
-        return add(rows, "Mod", every, batch)
-
-    return f"{_select(copy, unselected, -1)} is as before the selection"
+    name = _select(copy, lambda rows, size: add(rows, "Mod", row_numbers(rows, rows)[1], size), -1)
+    return f"{name} is as before the selection"
 
 
 @FAULTS.kind("swapped cache rows", decodes)
 def _swapped_rows(copy: BundleCopy) -> str:
-    def backwards(rows: ir.Value, batch: ir.Value) -> ir.Value:
-        last, least = constant(rows, [-1]), constant(rows, [np.iinfo(np.int64).min])
-        return add(rows, "Slice", rows, last, least, constant(rows, [0]), last)
-
-    return f"{_select(copy, backwards, 0)} has the rows from last to first"
+    name = _select(copy, lambda rows, size: backwards(rows), 0)
+    return f"{name} has the rows from last to first"
 
 
 @FAULTS.kind("wrong beam index", decodes)
 def _wrong_rows(copy: BundleCopy) -> str:
-    def next_one(rows: ir.Value, batch: ir.Value) -> ir.Value:
-        return add(rows, "Mod", add(rows, "Add", rows, constant(rows, 1)), batch)
+    def next_one(rows: ir.Value, size: ir.Value) -> ir.Value:
+        return add(rows, "Mod", add(rows, "Add", rows, constant(rows, 1)), size)
 
     return f"{_select(copy, next_one, 1)} has the row after the chosen one"
 

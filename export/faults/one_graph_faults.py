@@ -13,7 +13,16 @@ import onnx_ir as ir
 
 from transferry.export.faults.fault import Fault, Faults, given
 from transferry.export.faults.variant_faults import variant_faults
-from transferry.export.subject.bundle_copy import BundleCopy, add, constant, replace
+from transferry.export.subject.bundle_copy import (
+    BundleCopy,
+    add,
+    always,
+    backwards,
+    constant,
+    never,
+    replace,
+)
+from transferry.export.trace.editing import argument
 from transferry.runtime.bundle.specs import ONE_GRAPH
 from transferry.runtime.proof.one_graph import beams_of
 
@@ -78,8 +87,7 @@ def _carried(copy: BundleCopy, place: int) -> tuple[ir.Node, ir.Node]:
 
 @FAULTS.kind("end tokens ignored")
 def _endless(copy: BundleCopy) -> str:
-    ends = _choice(copy, "Equal").outputs[0]
-    replace(ends, lambda value: add(value, "And", value, add(value, "Not", value)))
+    replace(_choice(copy, "Equal").outputs[0], never)
     return "no token ends an answer"
 
 
@@ -95,8 +103,7 @@ def _one_longer(copy: BundleCopy) -> str:
     replace(full.outputs[0], lambda value: add(value, "Greater", *full.inputs))
     # The Loop itself must not stop before.
     loop = _loop(copy)
-    trips = loop.inputs[0]
-    assert trips is not None
+    trips = argument(loop, 0)
     loop.replace_input_with(0, add(trips, "Add", trips, constant(trips, 1)))
     return "an answer may be one token longer than max_length"
 
@@ -126,8 +133,7 @@ def _scored_on(copy: BundleCopy) -> str:
 @FAULTS.kind("forced first tokens not scored", lambda config: bool(config.encoder_layers))
 def _unscored(copy: BundleCopy) -> str:
     sum_ = _choices(copy, "ReduceSum")[-1]
-    each = sum_.inputs[0]
-    assert each is not None
+    each = argument(sum_, 0)
     ends = [constant(each, [number]) for number in (-1, 1 << 40, 1)]
     sum_.replace_input_with(0, add(each, "Slice", each, *ends))
     return "a log-probability counts the chosen tokens alone"
@@ -142,9 +148,7 @@ def _scattered(copy: BundleCopy) -> Iterator[ir.Node]:
 @FAULTS.kind(RULES)
 def _allowed(copy: BundleCopy) -> str:
     for node in _scattered(copy):
-        nothing = node.inputs[0]
-        assert nothing is not None
-        replace(node.outputs[0], given(nothing))
+        replace(node.outputs[0], given(argument(node, 0)))
     return "no rule forbids a token"
 
 
@@ -163,7 +167,7 @@ def _unforced(copy: BundleCopy) -> str:
     node = _forced_end(copy)
     if node is None:
         raise copy.absent("the limit at which an answer is forced to end")
-    replace(node.outputs[0], lambda value: add(value, "And", value, add(value, "Not", value)))
+    replace(node.outputs[0], never)
     return "any token may be the last"
 
 
@@ -201,9 +205,7 @@ def _unpenalised(copy: BundleCopy) -> str:
 @FAULTS.kind("swapped cache rows")
 def _swapped(copy: BundleCopy) -> str:
     passes, join = _carried(copy, -1)
-    value = join.outputs[0]
-    ends = [constant(value, [number]) for number in (-1, -(1 << 40), 0, -1)]
-    passes.replace_input_with(0, add(value, "Slice", value, *ends))
+    passes.replace_input_with(0, backwards(join.outputs[0]))
     return "the last cache has the rows from last to first"
 
 
@@ -234,5 +236,5 @@ def _left(copy: BundleCopy) -> str:
 @FAULTS.kind("padding is read")
 def _padding(copy: BundleCopy) -> str:
     for node in copy.users(_order(copy).outputs[1], "GatherElements", "Cast"):
-        replace(node.outputs[0], lambda value: add(value, "Or", value, add(value, "Not", value)))
+        replace(node.outputs[0], always)
     return "every column of a source counts as a token"

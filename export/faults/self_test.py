@@ -96,7 +96,7 @@ def self_test(
         oracle: torch's side of `verify`.
         sources: Token ids of the sources of the searches; may be empty.
         fresh: The graphs that export makes now, by name; None if versions differ.
-        done: Called with the number of faults finished and of all faults.
+        done: Told the number of faults finished and of all faults.
 
     Raises:
         ParityError: The bundle itself does not pass, so that its copies would prove nothing.
@@ -154,11 +154,10 @@ def _rounding_writer(engine: Engine) -> PlantedFault:
 
 def _searched_with(
     changed: Callable[[GenerationOptions], Mapping[str, Any]],
-    engine: Engine,
-    texts: Sequence[str],
-    options: GenerationOptions,
-) -> Iterable[GenerationResult]:
-    return engine.generate(texts, replace(options, **changed(options)))
+) -> Callable[[Engine, Sequence[str], GenerationOptions], Iterable[GenerationResult]]:
+    return lambda engine, texts, options: engine.generate(
+        texts, replace(options, **changed(options))
+    )
 
 
 def _uncut(
@@ -180,14 +179,12 @@ def _answered_as_the_row_before(
 
 
 WRONG_ENGINES: Mapping[str, Callable[..., Iterable[GenerationResult]]] = {
-    "a repetition penalty inverted": partial(
-        _searched_with, lambda options: {"repetition_penalty": 1 / options.repetition_penalty}
+    "a repetition penalty inverted": _searched_with(
+        lambda options: {"repetition_penalty": 1 / options.repetition_penalty}
     ),
-    "n-grams that may come again": partial(_searched_with, lambda options: {"no_repeat_ngram": 0}),
-    "suppressed tokens allowed": partial(_searched_with, lambda options: {"suppress": ()}),
-    "a suppressed sequence allowed": partial(
-        _searched_with, lambda options: {"suppress_sequences": ()}
-    ),
+    "n-grams that may come again": _searched_with(lambda options: {"no_repeat_ngram": 0}),
+    "suppressed tokens allowed": _searched_with(lambda options: {"suppress": ()}),
+    "a suppressed sequence allowed": _searched_with(lambda options: {"suppress_sequences": ()}),
     "a stop string left in the text": _uncut,
     "a repeated text answered as another": _answered_as_the_row_before,
 }

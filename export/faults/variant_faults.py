@@ -15,7 +15,15 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from transferry.export.faults.fault import Fault, decodes
-from transferry.export.subject.bundle_copy import BundleCopy, add, constant, replace
+from transferry.export.subject.bundle_copy import (
+    BundleCopy,
+    add,
+    constant,
+    replace,
+    row_numbers,
+    rows_from,
+    scaled_rows,
+)
 from transferry.runtime.bundle.specs import TensorSpec
 from transferry.runtime.decoding.batching import BatchOptions
 
@@ -47,17 +55,15 @@ def _output_faults(copy: BundleCopy) -> list[Fault]:
 
 def _wrong_output(graph: str, tensor: TensorSpec, copy: BundleCopy) -> str:
     """Makes numbers 1 % larger, integers one larger."""
-    outputs = copy.graphs[graph].graph.outputs
-    factor = LARGE if tensor.role == "approximate_logits" else SMALL
-    (value,) = [output for output in outputs if output.name == tensor.name]
+    whole = tensor.type.startswith("int")
+    by = 1 if whole else LARGE if tensor.role == "approximate_logits" else SMALL
 
     def wrong(value: ir.Value) -> ir.Value:
-        whole = tensor.type.startswith("int")
-        by = constant(value, 1) if whole else constant(value, np.float32(factor))
-        return add(value, "Add" if whole else "Mul", value, add(value, "CastLike", by, value))
+        number = add(value, "CastLike", constant(value, np.asarray(by, np.float32)), value)
+        return add(value, "Add" if whole else "Mul", value, number)
 
-    replace(value, wrong, outside=True)
-    return f"{tensor.name}: {'plus 1' if tensor.type.startswith('int') else f'times {factor}'}"
+    replace(copy.tensor(graph, tensor.name), wrong, outside=True)
+    return f"{tensor.name}: {'plus' if whole else 'times'} {by}"
 
 
 def _weight_faults(copy: BundleCopy) -> list[Fault]:
@@ -94,31 +100,21 @@ def _wrong_entry(name: str, copy: BundleCopy) -> str:
     return f"{name}, entry {place} of {copy.array(name.removeprefix('model.')).size}"
 
 
-# Gives which rows of a batch are wrong `[rows]`, from the mask and the numbers of the rows.
-Which = Callable[[ir.Value, ir.Value], ir.Value]
+# Gives which rows of a batch are wrong `[rows]`, from the mask.
+Which = Callable[[ir.Value], ir.Value]
 
 
 def batch_faults() -> list[Fault]:
     """Returns faults that only rows beside others show, or late rows of a batch."""
     last = BatchOptions().rows - 1
     scaled: dict[str, Which] = {
-        "rows from the 8th on wrong": partial(_from_row, 7),
-        "the last row of a batch of the most rows wrong": partial(_from_row, last),
-        "rows with padding wrong": lambda mask, rows: _padded(mask),
-        "batches of unequal rows wrong": lambda mask, rows: _any(_padded(mask)),
+        "rows from the 8th on wrong": lambda mask: rows_from(7, mask, mask),
+        "the last row of a batch of the most rows wrong": lambda mask: rows_from(last, mask, mask),
+        "rows with padding wrong": _padded,
+        "batches of unequal rows wrong": lambda mask: _any(_padded(mask)),
     }
     found = [Fault(kind, partial(_wrong_rows, which)) for kind, which in scaled.items()]
     return [*found, Fault("rows of a batch's last quarter swapped", _swapped)]
-
-
-def _rows(mask: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """Returns the number of rows `[]`, and the numbers of the rows `[rows]`, both int64."""
-    count = add(mask, "Squeeze", add(mask, "Shape", mask, start=0, end=1))
-    return count, add(mask, "Range", constant(mask, 0), count, constant(mask, 1))
-
-
-def _from_row(first: int, mask: ir.Value, rows: ir.Value) -> ir.Value:
-    return add(mask, "GreaterOrEqual", rows, constant(mask, first))
 
 
 def _padded(mask: ir.Value) -> ir.Value:
@@ -135,26 +131,19 @@ def _any(rows: ir.Value) -> ir.Value:
 
 def _each_output(copy: BundleCopy, wrong: Callable[[ir.Value, ir.Value], ir.Value]) -> None:
     """Replaces each output of the encoder by a function of it and the mask."""
-    graph, (name,) = copy.graphs["encoder"].graph, copy.specs["encoder"].names("source_mask")
-    (mask,) = [value for value in graph.inputs if value.name == name]
-    for output in list(graph.outputs):
+    mask = copy.tensor("encoder", *copy.specs["encoder"].names("source_mask"))
+    for output in list(copy.graphs["encoder"].graph.outputs):
         replace(output, partial(wrong, mask), outside=True)
 
 
 def _wrong_rows(which: Which, copy: BundleCopy) -> str:
-    def wrong(mask: ir.Value, value: ir.Value) -> ir.Value:
-        chosen = which(mask, _rows(mask)[1])
-        shape = constant(value, [-1, *([1] * (len(value.shape or ()) - 1))])
-        column = add(value, "Reshape", add(value, "CastLike", chosen, value), shape)
-        return add(value, "Add", value, add(value, "Mul", value, column))
-
-    _each_output(copy, wrong)
+    _each_output(copy, lambda mask, value: scaled_rows(value, which(mask), 2.0))
     return "encoder: outputs times 2"
 
 
 def _swapped(copy: BundleCopy) -> str:
     def wrong(mask: ir.Value, value: ir.Value) -> ir.Value:
-        count, rows = _rows(mask)
+        count, rows = row_numbers(mask, mask)
         quarter = add(value, "Div", count, constant(value, 4))
         first = add(value, "Sub", count, quarter)
         ends = add(value, "Sub", add(value, "Add", first, count), constant(value, 1))

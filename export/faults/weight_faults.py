@@ -31,24 +31,21 @@ def _one_entry(copy: BundleCopy, name: str, change: Callable[[Any], Any], row: i
     array = copy.array(name)
     chosen = array if row < 0 else array[row]
     sizes = np.abs(chosen.astype(np.float64)).ravel()
-    place = int(np.argsort(sizes)[len(sizes) // 2])
-    place += 0 if row < 0 else row * chosen.size
+    place = int(np.argsort(sizes)[len(sizes) // 2]) + max(0, row) * chosen.size
     before = array.ravel()[place]
-    after = array.dtype.type(change(before))
-
-    def put(array: NDArray[Any]) -> NDArray[Any]:
-        array.ravel()[place] = after
-        return array
-
-    copy.edit(name, put)
+    after = array.ravel()[place] = array.dtype.type(change(before))
+    copy.edit(name, given(array))
     where = [int(index) for index in np.unravel_index(place, array.shape)]
     return f"{name}{where}: {float(before):.9g} became {float(after):.9g}"
 
 
+def _one_percent(weight: Any) -> Any:
+    return weight * weight.dtype.type(1.01)
+
+
 @FAULTS.kind("one weight off by 1 %")
-def _one_percent(copy: BundleCopy) -> str:
-    name = f"{last(copy.config)}.feed_forward.outer.weight"
-    return _one_entry(copy, name, lambda weight: weight * weight.dtype.type(1.01))
+def _one_off(copy: BundleCopy) -> str:
+    return _one_entry(copy, f"{last(copy.config)}.feed_forward.outer.weight", _one_percent)
 
 
 @FAULTS.kind("one weight off by one ULP")
@@ -59,10 +56,7 @@ def _one_ulp(copy: BundleCopy) -> str:
 
 @FAULTS.kind("a rare token's embedding off by 1 %")
 def _rare_embedding(copy: BundleCopy) -> str:
-    row, _ = rare_tokens(copy.config)
-    return _one_entry(
-        copy, "embedding.weight", lambda weight: weight * weight.dtype.type(1.01), row
-    )
+    return _one_entry(copy, "embedding.weight", _one_percent, rare_tokens(copy.config)[0])
 
 
 @FAULTS.kind("NaN in a weight")
@@ -73,14 +67,19 @@ def _not_a_number(copy: BundleCopy) -> str:
 
 @FAULTS.kind("two rows of the vocabulary swapped")
 def _vocabulary_rows(copy: BundleCopy) -> str:
-    pair = list(rare_tokens(copy.config))
+    one, other = rare_tokens(copy.config)
+    array = copy.array("embedding.weight")
+    array[[one, other]] = array[[other, one]]
+    copy.edit("embedding.weight", given(array))
+    return f"embedding.weight, rows {one} and {other}"
 
-    def swap(array: NDArray[Any]) -> NDArray[Any]:
-        array[pair] = array[pair[::-1]]
-        return array
 
-    copy.edit("embedding.weight", swap)
-    return f"embedding.weight, rows {pair[0]} and {pair[1]}"
+def _swap(copy: BundleCopy, one: str, other: str) -> None:
+    """Swaps two weights unless they are equal."""
+    left, right = copy.array(one), copy.array(other)
+    if left.tobytes() != right.tobytes():
+        copy.edit(one, given(right))
+        copy.edit(other, given(left))
 
 
 @FAULTS.kind("two layers swapped", lambda config: stack(config)[1] > 1)
@@ -88,11 +87,7 @@ def _layers_swapped(copy: BundleCopy) -> str:
     side, layers = stack(copy.config)
     one, other = f"{side}.0.", f"{side}.{layers - 1}."
     for name in [name for name in copy.names() if name.startswith(one)]:
-        twin = other + name.removeprefix(one)
-        left, right = copy.array(name), copy.array(twin)
-        if left.tobytes() != right.tobytes():
-            copy.edit(name, given(right))
-            copy.edit(twin, given(left))
+        _swap(copy, name, other + name.removeprefix(one))
     return f"{side}, layers 0 and {layers - 1}"
 
 
@@ -185,32 +180,30 @@ def _tied(copy: BundleCopy) -> str:
 def _cross_swapped(copy: BundleCopy) -> str:
     module = f"decoder.{copy.config.decoder_layers - 1}.cross_attention"
     for part in ["weight", "bias"] if copy.config.bias else ["weight"]:
-        keys, values = (copy.array(f"{module}.{name}.{part}") for name in ("key", "value"))
-        if keys.tobytes() != values.tobytes():
-            copy.edit(f"{module}.key.{part}", given(values))
-            copy.edit(f"{module}.value.{part}", given(keys))
+        _swap(copy, f"{module}.key.{part}", f"{module}.value.{part}")
     return module
 
 
 # Positions.
 
 
-def _edit_tables(copy: BundleCopy, change: Change) -> str:
-    for name in tables(copy.config):
+def _edit_tables(copy: BundleCopy, change: Change, told: str) -> str:
+    names = tables(copy.config)
+    for name in names:
         copy.edit(name, change)
-    return ", ".join(tables(copy.config))
+    return f"{', '.join(names)}: {told}"
 
 
 @FAULTS.kind("positions shifted by one", lambda config: config.max_positions > 1)
 def _shifted(copy: BundleCopy) -> str:
-    names = _edit_tables(copy, lambda table: np.concatenate([table[1:], table[-1:]]))
-    return f"{names}: each position has the next one's row"
+    told = "each position has the next one's row"
+    return _edit_tables(copy, lambda table: np.concatenate([table[1:], table[-1:]]), told)
 
 
 @FAULTS.kind("the last position wrong", lambda config: config.max_positions > 1)
 def _last_position(copy: BundleCopy) -> str:
-    names = _edit_tables(copy, lambda table: np.concatenate([table[:-1], table[-2:-1]]))
-    return f"{names}: the last row is the one before it"
+    told = "the last row is the one before it"
+    return _edit_tables(copy, lambda table: np.concatenate([table[:-1], table[-2:-1]]), told)
 
 
 @FAULTS.kind("positions turned the wrong way", lambda config: config.positions == "rotary")
@@ -238,12 +231,13 @@ def _precision(copy: BundleCopy) -> str:
     return f"{MANIFEST}: variant {name} in bfloat16"
 
 
-def _rerecord(copy: BundleCopy, change: Callable[[Truth], Truth]) -> None:
+def _rerecord(copy: BundleCopy, change: Callable[[Truth], Truth], told: str) -> str:
     path = copy.folder / copy.variant.reference
     reference = Reference.load(path)
     cases = [(case, change(truth)) for case, truth in reference.cases]
     dataclasses.replace(reference, cases=cases).save(path)
     copy.write(copy.variant.reference, path.read_bytes())
+    return f"{copy.variant.reference}: {told}"
 
 
 @FAULTS.kind("other recorded answers", everywhere=True)
@@ -252,8 +246,7 @@ def _recorded_answers(copy: BundleCopy) -> str:
         oracle = {name: 2 * tensor for name, tensor in truth.oracle.items()}
         return dataclasses.replace(truth, oracle=oracle)
 
-    _rerecord(copy, doubled)
-    return f"{copy.variant.reference}: every tensor twice as large"
+    return _rerecord(copy, doubled, "every tensor twice as large")
 
 
 @FAULTS.kind("recorded errors that allow larger ones", everywhere=True)
@@ -262,8 +255,7 @@ def _recorded_errors(copy: BundleCopy) -> str:
         errors = {name: 1e4 * np.maximum(each, 2.0**-23) for name, each in truth.errors.items()}
         return dataclasses.replace(truth, errors=errors)
 
-    _rerecord(copy, wider)
-    return f"{copy.variant.reference}: torch's own errors times 10,000"
+    return _rerecord(copy, wider, "torch's own errors times 10,000")
 
 
 # Files.

@@ -200,7 +200,7 @@ def _short(value: Any) -> str:
 
 
 def _matching(folder: Path, patterns: Sequence[str]) -> Iterator[Path]:
-    """Yields the files of a folder that match, without those of onnxruntime."""
+    """Yields the files of a folder that match."""
     for pattern in patterns:
         yield from sorted(path for path in folder.glob(pattern) if path.is_file())
 

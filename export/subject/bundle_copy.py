@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from transferry.runtime.bundle.manifest import MANIFEST
 from transferry.runtime.bundle.specs import ONE_GRAPH, Variant
 from transferry.runtime.errors import InputError
 from transferry.runtime.io.sealed_folder import FileRecord
-from transferry.runtime.io.whole import sha256
 
 PLANTED = "planted.bin"  # the changed weights, beside the graphs; the others stay in their file
 Change = Callable[[NDArray[Any]], NDArray[Any]]
@@ -71,10 +70,7 @@ class BundleCopy(FolderCopy):
         """Writes the edited graphs, and a manifest with the hashes of all files written."""
         if not self._damaged:
             self._write_graphs()
-        records = {}
-        for name in sorted(self._written):
-            path = self.folder / name
-            records[name] = FileRecord(sha256(path), path.stat().st_size)
+        records = {name: FileRecord.of(self.folder / name) for name in sorted(self._written)}
         manifest = dataclasses.replace(self.manifest, files={**self.manifest.files, **records})
         (self.folder / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
         self.touched |= {MANIFEST, *self._written}
@@ -176,11 +172,23 @@ class BundleCopy(FolderCopy):
                 raise self.absent(f"{name}, which would stay the same")
             value.const_value = ir.Tensor(after, name=value.name)
 
-    def nodes(self, *types: str, graph: str | None = None) -> Iterator[ir.Node]:
-        """Yields the nodes of some operators, of one graph or of all."""
-        for name, model in self.graphs.items():
-            if graph in (None, name):
-                yield from [node for node in model.graph.all_nodes() if node.op_type in types]
+    def nodes(self, *types: str, graph: str | None = None, wanted: str = "") -> list[ir.Node]:
+        """Returns the nodes of some operators, of one graph or of all.
+
+        Raises:
+            InputError: No node was found for the purpose that `wanted` names.
+        """
+        models = [model for name, model in self.graphs.items() if graph in (None, name)]
+        every = (node for model in models for node in model.graph.all_nodes())
+        found = [node for node in every if node.op_type in types]
+        if wanted and not found:
+            raise self.absent(wanted)
+        return found
+
+    def tensor(self, graph: str, name: str) -> ir.Value:
+        """Returns an input or output of a graph."""
+        model = self.graphs[graph].graph
+        return next(value for value in (*model.inputs, *model.outputs) if value.name == name)
 
     def linear(self, name: str) -> list[ir.Value]:
         """Returns the output of a Linear, its bias included, in each graph that has it."""
@@ -242,6 +250,42 @@ def constant(near: ir.Value, array: Any) -> ir.Value:
     return add(near, "Constant", value=ir.tensor(np.asarray(array)))
 
 
+def always(value: ir.Value) -> ir.Value:
+    """Returns True wherever a value is True or False."""
+    return add(value, "Or", value, add(value, "Not", value))
+
+
+def never(value: ir.Value) -> ir.Value:
+    """Returns False wherever a value is True or False."""
+    return add(value, "And", value, add(value, "Not", value))
+
+
+def backwards(value: ir.Value) -> ir.Value:
+    """Returns the rows of a value from last to first."""
+    last, beyond, axis = (constant(value, [each]) for each in (-1, np.iinfo(np.int64).min, 0))
+    return add(value, "Slice", value, last, beyond, axis, last)
+
+
+def row_numbers(near: ir.Value, rows: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """Returns the number of rows of a value `[]`, and their numbers `[rows]`, both int64."""
+    count = add(near, "Squeeze", add(near, "Shape", rows, start=0, end=1))
+    return count, add(near, "Range", constant(near, 0), count, constant(near, 1))
+
+
+def rows_from(first: int, near: ir.Value, rows: ir.Value) -> ir.Value:
+    """Returns whether each row of a value is at or after the first `[rows]`."""
+    return add(near, "GreaterOrEqual", row_numbers(near, rows)[1], constant(near, first))
+
+
+def scaled_rows(value: ir.Value, chosen: ir.Value, factor: float) -> ir.Value:
+    """Returns a value, of whose chosen rows `[rows]` every number is multiplied by a factor."""
+    more = add(value, "CastLike", constant(value, np.float32(factor - 1)), value)
+    rows = add(value, "Mul", add(value, "CastLike", chosen, value), more)
+    ones = [1] * (len(value.shape or (1, 1, 1)) - 1)
+    column = add(value, "Reshape", rows, constant(value, [-1, *ones]))
+    return add(value, "Add", value, add(value, "Mul", value, column))
+
+
 def replace(
     value: ir.Value, make: Callable[[ir.Value], ir.Value], *, outside: bool = False
 ) -> None:
@@ -258,6 +302,6 @@ def replace(
     with contextlib.suppress(ValueError):
         place = [item.name for item in graph.outputs].index(value.name)
         output = add(new, "Identity", new)
-        output.name, value.name = value.name, f"{value.name}.honest"
+        output.name, value.name = value.name, output.name
         output.type, output.shape = value.type, value.shape
         graph.outputs[place] = output

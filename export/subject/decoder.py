@@ -44,21 +44,18 @@ class ForeignState:
     past: Arrays | None = field(default=None)
 
 
+def _longer(state: ForeignState, tokens: Ids) -> ForeignState:
+    """Adds tokens `[rows, new]` to each row."""
+    rows = [(*row, *new) for row, new in zip(state.rows, tokens.tolist(), strict=True)]
+    return replace(state, rows=rows)
+
+
 def padded(rows: Sequence[Sequence[int]], pad_id: int, padding: Padding) -> tuple[Ids, Mask]:
     """Pads rows on a side; returns token ids and mask `[rows, columns]`."""
     if padding == "right":
         return pad_sources(rows, pad_id)
     ids, mask = pad_sources([row[::-1] for row in rows], pad_id)
     return ids[:, ::-1], mask[:, ::-1]
-
-
-def _require_cache(cache: Arrays, rows: int) -> None:
-    for name, value in cache.items():
-        if value.ndim != 4 or len(value) != rows:
-            raise InputError(
-                f"expected what continues {name} of shape [{rows}, heads, past, width], found "
-                f"{list(value.shape)}"
-            )
 
 
 class ForeignDecoder:
@@ -75,12 +72,7 @@ class ForeignDecoder:
         pad_id: int,
         padding: Padding = "right",
     ) -> None:
-        """Opens the graphs.
-
-        Raises:
-            ProviderError: The provider asked for cannot run here.
-            InputError: A graph cannot be opened, or gives no logits.
-        """
+        """Opens the graphs; raises as `ForeignGraph` and `require` do."""
         self.vocabulary_size, self.padding, self._pad_id = config.vocabulary_size, padding, pad_id
         self._sizes = config.kv_heads or config.heads, config.d_head
         self._d_model = config.d_model
@@ -125,14 +117,11 @@ class ForeignDecoder:
         rows = [tuple(row[there].tolist()) for row, there in zip(source, mask, strict=True)]
         if self._encoder is None:
             return ForeignState(rows, mask[:, :0])
-        ids, mask = self._pad(rows)
+        ids, mask = padded(rows, self._pad_id, self.padding)
         found, _ = self._encoder.run({"tokens": ids, "mask": mask}, {})
         states = found["hidden"]
         require_shape("hidden", states, (*ids.shape, self._d_model))
         return ForeignState([()] * len(rows), mask, states)
-
-    def _pad(self, rows: Sequence[Sequence[int]]) -> tuple[Ids, Mask]:
-        return padded(rows, self._pad_id, self.padding)
 
     def step(
         self, tokens: Ids, state: ForeignState, *, top: int | None = None, normalise: bool = False
@@ -149,52 +138,54 @@ class ForeignDecoder:
 
     def _begin(self, tokens: Ids, state: ForeignState) -> tuple[NDArray[Any], ForeignState]:
         """Reads all tokens so far, with an empty cache."""
-        rows = [(*row, *new) for row, new in zip(state.rows, tokens.tolist(), strict=True)]
+        state = _longer(state, tokens)
         # A target has no mask: its padding, which a graph without a cache meets, is on the right.
-        ids, mask = pad_sources(rows, self._pad_id) if self.has_encoder else self._pad(rows)
-        inputs = self._inputs(ids, mask, state)
-        inputs["use_cache"] = np.zeros(1, np.bool_)
-        found, past = self._first.run(inputs, self._first.empty(len(ids), *self._sizes))
-        _require_cache(past, len(ids))
-        logits = found["logits"]
-        require_shape("logits", logits, (*ids.shape, self.vocabulary_size))
+        padding: Padding = "right" if self.has_encoder else self.padding
+        ids, mask = padded(state.rows, self._pad_id, padding)
+        nothing = self._first.empty(len(ids), *self._sizes)
+        logits, past = self._run(self._first, ids, mask, state, nothing)
         ends = mask.shape[1] - np.argmax(mask[:, ::-1], axis=1)  # of each row, padding excluded
         places = ends[:, None] - tokens.shape[1] + np.arange(tokens.shape[1])
         logits = np.take_along_axis(logits, places[..., None], axis=1)
         mask = state.mask if self.has_encoder else mask
-        return logits, replace(state, rows=rows, mask=mask, past=past or None)
+        return logits, replace(state, mask=mask, past=past or None)
 
     def _continue(self, tokens: Ids, state: ForeignState) -> tuple[NDArray[Any], ForeignState]:
         """Reads one token a row, after those of the cache."""
         assert state.past is not None
-        rows = [(*row, *new) for row, new in zip(state.rows, tokens.tolist(), strict=True)]
         mask = state.mask
         if not self.has_encoder:
             mask = np.pad(mask, ((0, 0), (0, 1)), constant_values=True)
-        inputs = self._inputs(tokens, mask, state)
-        inputs["use_cache"] = np.ones(1, np.bool_)
-        past = {
-            name: value
-            for name, value in state.past.items()
-            if name in self._later.past or name in self._later.graph.past
-        }
-        found, grown = self._later.run(inputs, past)
-        if self._first is self._later and self._encoder is not None:
+        known = {*self._later.past, *self._later.graph.past}
+        past = {name: value for name, value in state.past.items() if name in known}
+        logits, grown = self._run(self._later, tokens, mask, state, past)
+        return logits, replace(_longer(state, tokens), mask=mask, past={**state.past, **grown})
+
+    def _run(
+        self, graph: ForeignGraph, ids: Ids, mask: Mask, state: ForeignState, past: Arrays
+    ) -> tuple[NDArray[Any], Arrays]:
+        """Runs a graph on target tokens; returns the logits and the cache after them."""
+        inputs = {"tokens": ids, "use_cache": np.array([state.past is not None])}
+        if state.states is not None:
+            inputs |= {"states": state.states, "states_mask": state.mask}
+        else:
+            positions = np.maximum(np.cumsum(mask, axis=1) - 1, 0)[:, -ids.shape[1] :]
+            inputs |= {"mask": mask, "positions": positions}
+        found, grown = graph.run(inputs, past)
+        if state.past is not None and self._first is self._later and self.has_encoder:
             # A merged decoder gives an empty or repeated cache of the source.
             grown = {
                 name: state.past[name] if ".encoder." in name else value
                 for name, value in grown.items()
             }
-        logits = found["logits"]
-        require_shape("logits", logits, (*tokens.shape, self.vocabulary_size))
-        _require_cache(grown, len(tokens))
-        return logits, replace(state, rows=rows, mask=mask, past={**state.past, **grown})
-
-    def _inputs(self, ids: Ids, mask: Mask, state: ForeignState) -> dict[str, NDArray[Any]]:
-        if state.states is not None:
-            return {"tokens": ids, "states": state.states, "states_mask": state.mask}
-        positions = np.maximum(np.cumsum(mask, axis=1) - 1, 0)[:, -ids.shape[1] :]
-        return {"tokens": ids, "mask": mask, "positions": positions}
+        require_shape("logits", found["logits"], (*ids.shape, self.vocabulary_size))
+        for name, value in grown.items():
+            if value.ndim != 4 or len(value) != len(ids):
+                raise InputError(
+                    f"expected what continues {name} of shape [{len(ids)}, heads, past, width], "
+                    f"found {list(value.shape)}"
+                )
+        return found["logits"], grown
 
     def select(self, state: ForeignState, rows: Ids) -> ForeignState:
         """Takes rows of the state; see `Decoder.select`."""

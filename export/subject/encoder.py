@@ -23,12 +23,7 @@ class ForeignEncoder:
     def __init__(
         self, layout: Layout, options: SessionOptions, config: ModelConfig, pad_id: int
     ) -> None:
-        """Opens the graph.
-
-        Raises:
-            ProviderError: The provider asked for cannot run here.
-            InputError: The graph cannot be opened, or gives nothing of known meaning.
-        """
+        """Opens the graph; raises as `ForeignGraph` and `require` do."""
         self._config, self._pad_id = config, pad_id
         self._graph = ForeignGraph(layout.decoder, options)
         self.graphs = [self._graph]

@@ -107,12 +107,7 @@ class ForeignFolder(GraphsSubject):
         return found
 
     def open(self) -> ForeignDecoder | ForeignEncoder:
-        """Opens the graphs.
-
-        Raises:
-            InputError: They are of another architecture, or cannot be opened.
-            ProviderError: The provider asked for cannot run here.
-        """
+        """Opens the graphs; raises InputError for those of another architecture."""
         layout, config = self.layout, self.checkpoint.model.config
         pad_id = self.checkpoint.tokenizer.special.pad_id
         both = config.architecture == "encoder-decoder"

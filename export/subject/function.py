@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 import torch
 from numpy.typing import NDArray
@@ -175,8 +174,3 @@ def rows_alone(inputs: Inputs) -> list[dict[str, Tensor]]:
         {name: tensor[row : row + 1] for name, tensor in inputs.items()}
         for row in range(rows if rows > 1 else 0)
     ]
-
-
-def same(one: Sequence[NDArray[Any]], other: Sequence[NDArray[Any]]) -> bool:
-    """Whether outputs are equal."""
-    return all(np.array_equal(*both) for both in zip(one, other, strict=True))

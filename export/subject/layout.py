@@ -95,51 +95,6 @@ class GraphFile:
     outputs: Mapping[str, str]
     past: Mapping[str, str] = field(default_factory=dict)
 
-    def of_names(self, names: Mapping[str, Mapping[str, str | list[str]]]) -> GraphFile:
-        """Returns the graph with the names of a TOML file in place of its own.
-
-        Raises:
-            InputError: The file names a tensor that the graph lacks, or an unknown meaning.
-        """
-        model = _load(self.path)
-        found = {
-            "inputs": {value.name for value in model.graph.inputs},
-            "outputs": {value.name for value in model.graph.outputs},
-        }
-        sides: dict[str, dict[str, str]] = {}
-        caches: list[list[str]] = []
-        for side, cache in CACHES.items():
-            given = dict(names.get(side, {}))
-            listed = given.pop(cache, [])
-            caches.append([listed] if isinstance(listed, str) else listed)
-            if wrong := given.keys() - ROLES[side]:
-                raise InputError(
-                    f"expected the meanings {', '.join(sorted(ROLES[side]))} under [{side}], found "
-                    f"{', '.join(sorted(wrong))}; rename them"
-                )
-            meant = {role: name for role, name in given.items() if isinstance(name, str)}
-            if several := given.keys() - meant.keys():
-                raise InputError(
-                    f"expected one name for {', '.join(sorted(several))} under [{side}], found a "
-                    "list; only a cache has several"
-                )
-            missing = [name for name in [*meant.values(), *caches[-1]] if name not in found[side]]
-            if missing:
-                raise InputError(
-                    f"{self.path} has no {side[:-1]} {missing[0]!r}; it has "
-                    f"{', '.join(sorted(map(str, found[side])))}"
-                )
-            sides[side] = meant
-        past, present = caches
-        if len(past) != len(present):
-            raise InputError(
-                f"expected as many names under past as under present, found {len(past)} and "
-                f"{len(present)}; the nth output continues the nth input"
-            )
-        return GraphFile(
-            self.path, sides["inputs"], sides["outputs"], dict(zip(past, present, strict=True))
-        )
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -355,23 +310,68 @@ def _first(folder: Path, files: Sequence[str], suffix: str) -> Path | None:
 
 
 def _named(path: Path, names: Path) -> Layout:
+    """Returns one graph with the meanings of a TOML file."""
     if not path.is_file():
         raise InputError(f"{path}: expected one ONNX file beside --names, found a folder")
-    given = read_toml(names)
     remedy = "give one name, in quotation marks, for each meaning; docs/audit.md has an example"
-    given = checked(given, dict[str, dict[str, str | list[str]]], str(names), remedy)
+    kind = dict[str, dict[str, str | list[str]]]
+    given = checked(read_toml(names), kind, str(names), remedy)
     if unknown := given.keys() - ROLES.keys():
         raise InputError(
             f"{names}: expected the tables {', '.join(ROLES)}, found "
             f"{', '.join(sorted(unknown))}; {remedy}"
         )
-    graph = GraphFile(path, {}, {}).of_names(given)
+    graph = named(path, given)
     if "tokens" not in graph.inputs or not graph.outputs:
         raise InputError(
             f"{names}: expected tokens under [inputs] and at least one output under [outputs]; "
             "docs/audit.md has an example"
         )
     return Layout("a TOML file", graph)
+
+
+def named(path: Path, names: Mapping[str, Mapping[str, str | list[str]]]) -> GraphFile:
+    """Returns a graph with given names of its inputs and outputs, by meaning.
+
+    Raises:
+        InputError: The graph lacks a tensor of such a name, or a meaning is unknown.
+    """
+    graph = _load(path).graph
+    (inputs, past), (outputs, present) = (
+        _side(path, side, names.get(side, {}), {str(value.name) for value in values})
+        for side, values in (("inputs", graph.inputs), ("outputs", graph.outputs))
+    )
+    if len(past) != len(present):
+        raise InputError(
+            f"expected as many names under past as under present, found {len(past)} and "
+            f"{len(present)}; the nth output continues the nth input"
+        )
+    return GraphFile(path, inputs, outputs, dict(zip(past, present, strict=True)))
+
+
+def _side(
+    path: Path, side: str, names: Mapping[str, str | list[str]], there: set[str]
+) -> tuple[dict[str, str], list[str]]:
+    """Returns the names of inputs or outputs by meaning, and those of the cache."""
+    given = dict(names)
+    listed = given.pop(CACHES[side], [])
+    cache = [listed] if isinstance(listed, str) else listed
+    if wrong := given.keys() - ROLES[side]:
+        raise InputError(
+            f"expected the meanings {', '.join(sorted(ROLES[side]))} under [{side}], found "
+            f"{', '.join(sorted(wrong))}; rename them"
+        )
+    meant = {role: name for role, name in given.items() if isinstance(name, str)}
+    if several := given.keys() - meant.keys():
+        raise InputError(
+            f"expected one name for {', '.join(sorted(several))} under [{side}], found a "
+            "list; only a cache has several"
+        )
+    if missing := [name for name in [*meant.values(), *cache] if name not in there]:
+        raise InputError(
+            f"{path} has no {side[:-1]} {missing[0]!r}; it has {', '.join(sorted(there))}"
+        )
+    return meant, cache
 
 
 def described(path: Path) -> GraphFile:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from transferry.runtime.errors import InputError
 from transferry.runtime.hardware import usable_cores
-from transferry.runtime.io.whole import open_regular
+from transferry.runtime.io.whole import open_regular, sha256
 
 # One plain component of a path: no separator, no "..", no hidden file, nothing for a shell or a
 # terminal to interpret. \Z, since $ also matches before a newline at the end.
@@ -41,6 +41,17 @@ class FileRecord:
 
     sha256: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
     size: Annotated[int, Meta(ge=0)]
+
+    @classmethod
+    def of(cls, path: Path) -> FileRecord:
+        """Returns the record of a file."""
+        return cls(sha256(path), path.stat().st_size)
+
+
+def records(folder: Path) -> dict[str, FileRecord]:
+    """Returns the record of each file of a folder, by path in it."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): FileRecord.of(path) for path in files}
 
 
 # Size in bytes, and times of the last change of content and of the file's entry, in ns. Every

@@ -20,7 +20,7 @@ from tests.export.subject.graphs import masked_model, saved
 from transferry.build_model.checkpoint import load_checkpoint, load_samples
 from transferry.export.audit import Audit, audit
 from transferry.export.faults.foreign_faults import BESIDE, foreign_faults
-from transferry.export.subject.beside import GROUPS, beside_graphs
+from transferry.export.subject.beside import GENERATION, GROUPS, beside_graphs
 from transferry.export.subject.bundle_copy import add, constant
 from transferry.export.subject.foreign import ForeignFolder
 from transferry.export.subject.layout import read_layout
@@ -89,47 +89,21 @@ def edited(path: Path, change: Change) -> None:
     path.write_text(json.dumps(settings))
 
 
-def swap(first: str, second: str) -> Change:
-    def change(table: dict[str, Any]) -> None:
-        table[first], table[second] = table[second], table[first]
-
-    return change
-
-
-def swap_ids(settings: dict[str, Any]) -> None:
-    table = settings["model"]["vocab"]
-    swap(*list(table)[-2:])(table)
+def swapped(table: dict[str, Any], first: int, second: int) -> None:
+    """Swaps the values of two keys, by their places."""
+    one, other = list(table)[first], list(table)[second]
+    table[one], table[other] = table[other], table[one]
 
 
 FAULTS: dict[str, tuple[str, str, Change, str]] = {
-    "two ids": ("llama", "tokenizer.json", swap_ids, "tokenizer"),
-    "two ids of GPT-2": (
-        "gpt2",
-        "vocab.json",
-        lambda t: swap(*list(t)[-2:])(t),
-        "tokenizer",
-    ),
-    "two pieces": (
-        "marian",
-        "vocab.json",
-        lambda t: swap(*list(t)[9:11])(t),
-        "tokenizer",
-    ),
+    "two ids": ("llama", "tokenizer.json", lambda t: swapped(t["model"]["vocab"], -2, -1), "token"),
+    "two ids of GPT-2": ("gpt2", "vocab.json", lambda t: swapped(t, -2, -1), "tokenizer"),
+    "two pieces": ("marian", "vocab.json", lambda t: swapped(t, 9, 10), "tokenizer"),
     "end token": ("gpt2", "config.json", lambda c: c.update(eos_token_id=3), "labels"),
-    "end of an answer": (
-        "llama",
-        "generation_config.json",
-        lambda c: c.update(eos_token_id=7),
-        "labels",
-    ),
-    "beams": ("marian", "generation_config.json", lambda c: c.update(num_beams=7), "generation"),
-    "labels": ("bert", "config.json", lambda c: swap("0", "1")(c["id2label"]), "labels"),
-    "length": (
-        "bert",
-        "tokenizer_config.json",
-        lambda c: c.update(model_max_length=12),
-        "tokenizer",
-    ),
+    "end of an answer": ("llama", GENERATION, lambda c: c.update(eos_token_id=7), "labels"),
+    "beams": ("marian", GENERATION, lambda c: c.update(num_beams=7), "generation"),
+    "labels": ("bert", "config.json", lambda c: swapped(c["id2label"], 0, 1), "labels"),
+    "length": ("bert", "tokenizer_config.json", lambda c: c.update(model_max_length=12), "token"),
 }
 
 
