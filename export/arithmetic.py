@@ -148,14 +148,7 @@ class Arithmetic(Moved, TorchFunctionMode):
         rounded: Mapping[str, Rounded] | None = None,
         shift: Shift = 0.0,
     ) -> None:
-        """Takes the model, which must live as long.
-
-        Args:
-            model: The model in float32.
-            dtype: The precision: float32 or float64.
-            rounded: The weights that are rounded, by their parameters' names.
-            shift: By how many steps inputs are moved before they are rounded; see `Shift`.
-        """
+        """Takes the model, which must live as long, and the rest as `copied` and `Moved` do."""
         TorchFunctionMode.__init__(self)
         Moved.__init__(self, shift)
         self.dtype = dtype

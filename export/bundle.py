@@ -17,11 +17,7 @@ from transferry.export.bundle_folder import require_replaceable
 from transferry.export.checks.claims import default_generation
 from transferry.export.make import add_one_graph, describe, make
 from transferry.export.oracle.cases import fitting, room, source_of
-from transferry.export.oracle.effort import (
-    parameters,
-    recorded_length,
-    recorded_sources,
-)
+from transferry.export.oracle.effort import parameters, recorded_length, recorded_sources
 from transferry.export.oracle.oracle import Oracle
 from transferry.export.prove import Proof, Say, end_phase, prove_variant
 from transferry.export.recipes import Recipe, recipe_of
@@ -38,8 +34,7 @@ from transferry.runtime.decoding.generation_options import options_of_json
 from transferry.runtime.errors import LOG
 from transferry.runtime.io.atomic import atomic_file
 from transferry.runtime.io.folders import replace_folder, staged_folder
-from transferry.runtime.io.sealed_folder import FileRecord
-from transferry.runtime.io.whole import sha256
+from transferry.runtime.io.sealed_folder import records
 from transferry.runtime.precision import FLOAT32, Precision
 from transferry.runtime.proof.compare import Tolerance
 from transferry.runtime.proof.recorded import Reference
@@ -196,11 +191,8 @@ class _Making:
         oracle = Oracle.of(
             model, special, Tolerance(), precision=precision, calibration=calibration
         )
-        return oracle.record(
-            sources,
-            recorded_length(model),
-            options_of_json(self.checkpoint.generation),
-        )
+        options = options_of_json(self.checkpoint.generation)
+        return oracle.record(sources, recorded_length(model), options)
 
 
 def calibrated(checkpoint: Checkpoint, texts: Sequence[str]) -> Calibration:
@@ -228,7 +220,6 @@ def _sources(checkpoint: Checkpoint, texts: Sequence[str]) -> list[list[int]]:
 def _manifest(checkpoint: Checkpoint, variants: Mapping[str, Variant], folder: Path) -> Manifest:
     """Returns the manifest of the files in a folder."""
     config = checkpoint.model.config
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
     versions = {}
     for name in MADE_BY:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -238,10 +229,7 @@ def _manifest(checkpoint: Checkpoint, variants: Mapping[str, Variant], folder: P
         model=config.to_dict(),
         generation=default_generation(checkpoint),
         variants=variants,
-        files={
-            path.relative_to(folder).as_posix(): FileRecord(sha256(path), path.stat().st_size)
-            for path in files
-        },
+        files=records(folder),
         versions=versions,
         head=checkpoint.head,
         card=checkpoint.card,

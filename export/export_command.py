@@ -57,11 +57,7 @@ Examples:
     help="Variant to add to portable: cpu-fp32, cpu-int8, cpu-int8-blocks, cpu-int4, "
     "portable-int8, cuda-fp16 or cuda-bf16; portable alone adds none. Repeatable.",
 )
-@option(
-    "--calibrate",
-    type=FILE,
-    help="Text similar to later input, to calibrate cpu-int8.",
-)
+@option("--calibrate", type=FILE, help="Text similar to later input, to calibrate cpu-int8.")
 @option(
     "--one-graph",
     is_flag=True,

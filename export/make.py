@@ -21,7 +21,6 @@ from transferry.runtime.tokenizer.special_tokens import SpecialTokens
 
 PACKAGE = "transferry.export"
 
-
 # Traces a model and rewrites its graphs; their names have no prefix yet.
 Maker = Callable[[Transformer, Recipe, Traces, Calibration | None], dict[str, Graph]]
 
@@ -41,7 +40,7 @@ def make(
         calibration: Required for an int8 variant.
 
     Raises:
-        ParityError: A linear layer was not fused, or an attention does not read integers.
+        ParityError: A linear layer or an attention was not rewritten.
     """
     maker: Maker = pkgutil.resolve_name(f"{PACKAGE}.{recipe.maker}")
     graphs = maker(model, recipe, traces or Traces(), calibration)
@@ -64,8 +63,7 @@ def add_one_graph(
 ) -> None:
     """Adds greedy search, or beam search with several beams, as one graph to the portable graphs.
 
-    Raises:
-        UsageError: The model generates nothing, or a generation default cannot be kept.
+    Raises UsageError as `require_one_graph` does.
     """
     require_one_graph(config.architecture, generation, beam)
     given = graphs, special, generation, config.max_positions

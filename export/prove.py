@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 
 import onnx
 
@@ -64,7 +63,7 @@ def prove_variant(
         done: As for `verify_against`.
 
     Raises:
-        ParityError: The variant's graphs are invalid or differ from torch.
+        ParityError: The graphs are invalid or differ from torch.
     """
     check_graphs(bundle, variant)
     if "cpu" not in variant.providers and (obstacle := cuda_obstacle()) is not None:
@@ -83,7 +82,7 @@ def prove_variant(
         bundle,
         model,
         Request(effort.texts(checkpoint, texts), effort=effort),
-        done=partial(_of_variant, done, variant.name),
+        done=lambda phase, *steps: done(f"{phase} {variant.name}", *steps),
     )
     if not effort.loss:
         for metric in report.task_metrics:
@@ -93,16 +92,8 @@ def prove_variant(
     report.require()
 
 
-def _of_variant(done: Done, variant: str, phase: str, finished: int, total: int) -> None:
-    done(f"{phase} {variant}", finished, total)
-
-
 def check_graphs(bundle: Bundle, variant: Variant) -> None:
-    """Runs onnx.checker over the graphs of a variant: structure, types and shapes.
-
-    Raises:
-        ParityError: A graph is invalid.
-    """
+    """Raises ParityError if onnx.checker finds structure, types or shapes of a graph invalid."""
     for graph in variant.graphs.values():
         try:
             onnx.checker.check_model(str(bundle.graph(graph)), full_check=True)
@@ -111,33 +102,22 @@ def check_graphs(bundle: Bundle, variant: Variant) -> None:
 
 
 def check_bundle(
-    bundle: Bundle,
-    variant: Variant | None = None,
-    tolerance: Tolerance | None = None,
-    large: Checkpoint | None = None,
+    bundle: Bundle, variant: Variant | None = None, large: Checkpoint | None = None
 ) -> ParityReport:
     """Compares a variant with the recorded answers, the portable one in onnx's evaluator too.
 
     Args:
         bundle: The bundle; its manifest may still be unwritten.
         variant: The variant. Default: the portable one.
-        tolerance: Default: that of the variant's precision.
         large: Checkpoint of a large model; the evaluator then computes one layer.
     """
     variant = variant or bundle.variant()
-    tolerance = tolerance or Tolerance.of(variant.precision)
+    tolerance = Tolerance.of(variant.precision)
     provider: Provider = "cpu" if "cpu" in variant.providers else "cuda"
-    reference = Reference.of(bundle, variant)
-    special = bundle.tokenizer.special
+    reference, special = Reference.of(bundle, variant), bundle.tokenizer.special
     model = open_model(bundle, variant, SessionOptions(provider))
-    comparisons, decisions = check_reference(
-        reference,
-        model,
-        special,
-        tolerance,
-        exact=variant.exact,
-        one=OneGraph.of(bundle, variant, model.options),
-    )
+    given, one = (special, tolerance), OneGraph.of(bundle, variant, model.options)
+    comparisons, decisions = check_reference(reference, model, *given, exact=variant.exact, one=one)
     del model  # as large as the weights
     portable = not RECIPES[variant.name].fused
     if portable and large is not None:
@@ -146,6 +126,6 @@ def check_bundle(
     elif portable:
         numbers_only = Reference(reference.cases, (), ())
         second = plain_model(variant, ReferenceBackend(bundle, variant))
-        comparisons += check_reference(numbers_only, second, special, tolerance)[0]
+        comparisons += check_reference(numbers_only, second, *given)[0]
     settings = {"variant": variant.name, "provider": provider}
     return ParityReport(str(bundle.folder), settings, tolerance, comparisons, decisions)

@@ -6,7 +6,7 @@ A fault on every runtime is the graph's; a fault on one runtime is that runtime'
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing
 from functools import partial
 from typing import Any
 
@@ -31,10 +31,8 @@ UNOPTIMISED = f"onnxruntime {RUNTIMES['onnxruntime'].version()} cpu, unoptimised
 
 LONGEST_REASON = 160
 
-# Gives the runtime's name, with its version, and the model opened in it.
-Opener = Callable[
-    [], AbstractContextManager[tuple[str, ObservableDecoder[Any] | ObservableEncoder]]
-]
+# Gives the runtime's name, with its version, and the model opened in it until the stack closes.
+Opener = Callable[[ExitStack], tuple[str, ObservableDecoder[Any] | ObservableEncoder]]
 
 
 def cross_checks(
@@ -51,8 +49,8 @@ def cross_checks(
     variant = served.variant
     unoptimised = SessionOptions(optimisation="disable")
     openers: list[tuple[str, Opener]] = [
-        (SERVED, lambda: nullcontext((SERVED, served))),
-        (UNOPTIMISED, lambda: nullcontext((UNOPTIMISED, open_model(bundle, variant, unoptimised)))),
+        (SERVED, lambda _: (SERVED, served)),
+        (UNOPTIMISED, lambda _: (UNOPTIMISED, open_model(bundle, variant, unoptimised))),
         *((backend.name, partial(_opened, backend, bundle, variant)) for backend in backends),
     ]
 
@@ -65,10 +63,11 @@ def cross_checks(
     return [check(*each) for each in openers]
 
 
-@contextmanager
-def _opened(kind: type[Backend], bundle: Bundle, variant: Variant) -> Iterator[tuple[str, Any]]:
-    with closing(kind(bundle, variant)) as backend:
-        yield backend.name, plain_model(variant, backend)
+def _opened(
+    kind: type[Backend], bundle: Bundle, variant: Variant, stack: ExitStack
+) -> tuple[str, Any]:
+    backend = stack.enter_context(closing(kind(bundle, variant)))
+    return backend.name, plain_model(variant, backend)
 
 
 def _run(
@@ -77,7 +76,7 @@ def _run(
     comparisons, failures = [], []
     with ExitStack() as opened:
         try:
-            name, model = opened.enter_context(opener())
+            name, model = opener(opened)
         except Exception as reason:  # noqa: BLE001 - reported, whatever a runtime raises
             return CrossCheck(name, absent=_brief(reason))
         for case, truth in expected:

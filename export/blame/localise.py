@@ -42,20 +42,10 @@ def localise(
 ) -> Origin | None:
     """Finds the first value of a bundle's graphs that is wrong though its inputs are right.
 
-    Args:
-        model: The model that the bundle was exported from.
-        bundle: The bundle; nothing in its folder is changed.
-        variant: The variant.
-        session: How it is served.
-        tolerance: What passes.
-        cases: Inputs; the smallest that shows the fault is used.
+    The smallest case that shows the fault is used; nothing in the bundle's folder is changed.
 
     Returns:
         The origin; None if every graph agrees with torch in every case.
-
-    Raises:
-        InputError: A graph cannot be opened.
-        ProviderError: The provider cannot run here.
     """
     oracle = copy.deepcopy(model).double()
     ordered = sorted(
@@ -76,7 +66,7 @@ def localise(
 
 @dataclass(frozen=True)
 class _Call:
-    """One run of one graph: its inputs, and its expected outputs by name."""
+    """One run of one graph: its inputs, and its expected outputs, by name."""
 
     case: Case
     feeds: Arrays
@@ -230,7 +220,9 @@ class _Search:
     def _first_wrong(self, wrong: str) -> str:
         """Goes back from a wrong value to one whose nearest comparable values are right."""
         while True:
-            probe = _spread(self._candidates(wrong), MOST_SHOWN - 1)
+            probe, most = self._candidates(wrong), MOST_SHOWN - 1
+            if len(probe) > most:  # evenly spread
+                probe = [probe[(number + 1) * len(probe) // (most + 1)] for number in range(most)]
             if not probe:
                 return wrong
             verdicts = self._verdicts([*probe, wrong])
@@ -278,7 +270,9 @@ class _Search:
             if name in self.call.truth.errors:
                 verdicts[name] = self._output(name, found[name])
                 continue
-            error = value_error(found[name], exact, self._mask(name, exact))
+            whole = self.name == "select" or name not in self.call.truth.oracle
+            mask = None if whole else meaningful(self.call.case, name, exact)
+            error = value_error(found[name], exact, mask)
             # On one small value torch may round almost nothing, see `Units.own`: take the largest
             # error on the path to it.
             path = self._comparable(self.served.upstream([name]))
@@ -293,11 +287,6 @@ class _Search:
         wanted = [self.torch_names[name] for name in names]
         kept, errors = self.program.run(self.inputs, wanted)
         return [kept[name] for name in wanted], errors
-
-    def _mask(self, name: str, tensor: NDArray[Any]) -> NDArray[np.bool_]:
-        if name in self.call.truth.oracle and self.name != "select":
-            return meaningful(self.call.case, name, tensor)
-        return np.ones(tensor.shape, np.bool_)
 
     def _message(self, wrong: str, right: Sequence[str], verdict: _Verdict) -> str:
         text = verdict.fault
@@ -325,10 +314,3 @@ def _fault(found: NDArray[Any], oracle: NDArray[Any], error: float, budget: floa
         places = (np.isfinite(found) != np.isfinite(oracle)).sum()
         return f"{places} of {oracle.size} entries are infinite or NaN on one side only"
     return f"error {error:.2e} of the largest entry exceeds the budget {budget:.2e}"
-
-
-def _spread(names: Sequence[str], most: int) -> list[str]:
-    """Returns at most so many of the names, evenly spread."""
-    if len(names) <= most:
-        return list(names)
-    return [names[(number + 1) * len(names) // (most + 1)] for number in range(most)]

@@ -26,8 +26,7 @@ from transferry.export.trace.store import write_graphs
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.manifest import Manifest
 from transferry.runtime.bundle.specs import PORTABLE
-from transferry.runtime.io.sealed_folder import FileRecord
-from transferry.runtime.io.whole import sha256
+from transferry.runtime.io.sealed_folder import records
 from transferry.runtime.proof.compare import Comparison, Tolerance
 
 
@@ -55,18 +54,12 @@ def check_one_layer(checkpoint: Checkpoint) -> list[Comparison]:
     oracle = Oracle.of(model, checkpoint.tokenizer.special, Tolerance())
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        recipe = RECIPES[PORTABLE]
+        recipe, config = RECIPES[PORTABLE], model.config
         graphs = make(model, recipe)
         write_graphs([(graph.model, folder / graph.spec.file) for graph in graphs.values()])
-        variant = describe(recipe, graphs)
-        files = {
-            path.relative_to(folder).as_posix(): FileRecord(sha256(path), path.stat().st_size)
-            for path in folder.rglob("*.*")
-        }
-        config = model.config
-        manifest = Manifest(
-            config.architecture, config.to_dict(), {}, {PORTABLE: variant}, files, {}
-        )
+        variants = {PORTABLE: (variant := describe(recipe, graphs))}
+        files = records(folder)
+        manifest = Manifest(config.architecture, config.to_dict(), {}, variants, files, {})
         bundle = Bundle(folder, manifest, checkpoint.tokenizer)
         evaluator = plain_model(variant, ReferenceBackend(bundle, variant))
         return compare_cases(oracle, evaluator, cross_check_cases(config))

@@ -97,7 +97,8 @@ def distil(
     recipe.configs()
     Process.start(device)
     hashes = _hashes(chosen)
-    if continues := not force and _is_begun(out):
+    settings = out / run_folder.SETTINGS
+    if continues := not force and settings.is_file() and "teacher" in read_settings(settings):
         run_folder.recall(out, chosen, chosen, "distil")
         _require_unchanged(out, chosen, hashes)
     remember = partial(run_folder.remember, out, chosen, hashes)
@@ -122,7 +123,8 @@ def _make_pairs(
     """Makes the training pairs that are missing: answers the corpus, then chooses."""
     quiet, say = options["quiet"], teller(options["quiet"])
     (out / run_folder.DISTILLED).mkdir(exist_ok=True)
-    if not _has_pairs(out, recipe):
+    paths = out / run_folder.PAIRS, out / run_folder.VALID
+    if [path.exists() for path in paths] != [True, _holds_out(recipe)]:
         references = None if isinstance(corpus, Path) else _read(corpus, say)
         with progress(quiet, "rows") as show:
             _answer(out, corpus, references, options, n_best, show, say)
@@ -211,11 +213,6 @@ def _hashes(options: Mapping[str, Any]) -> dict[str, str]:
     return {f"{name}_sha256": sha256(path) for name, path in files.items()}
 
 
-def _is_begun(out: Path) -> bool:
-    settings = out / run_folder.SETTINGS
-    return settings.is_file() and "teacher" in read_settings(settings)
-
-
 def _require_unchanged(out: Path, options: Mapping[str, Any], hashes: Mapping[str, str]) -> None:
     made = read_made(out / run_folder.SETTINGS)
     before = {name: value for name, value in made.items() if name.endswith("_sha256")}
@@ -228,10 +225,9 @@ def _require_unchanged(out: Path, options: Mapping[str, Any], hashes: Mapping[st
             )
 
 
-def _has_pairs(out: Path, recipe: TrainingRecipe) -> bool:
-    """Whether the pairs are made, with as many held out as the recipe wants."""
-    holds_out = isinstance(recipe.valid, PairFiles) and recipe.valid.held_out
-    return (out / run_folder.PAIRS).exists() and (out / run_folder.VALID).exists() == holds_out
+def _holds_out(recipe: TrainingRecipe) -> bool:
+    """Whether a part of the pairs is held out."""
+    return isinstance(recipe.valid, PairFiles) and recipe.valid.held_out
 
 
 def _read(corpus: PairFiles, say: Callable[[str], None]) -> list[SentencePair]:
@@ -289,6 +285,6 @@ def _choose(
         others = sum(pair.rank != 1 for pair in taught)
         say(f"sentence BLEU {mean:.1f} on average; {others:,} of them are not the likeliest")
     valid = out / run_folder.VALID
-    holds_out = isinstance(recipe.valid, PairFiles) and recipe.valid.held_out
     valid.unlink(missing_ok=True)
-    write_pairs(taught, references or [], out / run_folder.PAIRS, valid if holds_out else None)
+    held = valid if _holds_out(recipe) else None
+    write_pairs(taught, references or [], out / run_folder.PAIRS, held)

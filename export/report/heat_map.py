@@ -92,9 +92,9 @@ def draw(name: str, rows: Sequence[str], columns: Sequence[str], worst: Cells, l
                 share = worst[row, column]
                 colour, opacity = _shade(share / limit)
                 left, top = _LEFT + width * place, _TOP + height * number
-                where = place_name(column)
+                told = f"{share:,.3g}" if math.isfinite(share) else "not finite, no number of"
                 parts.append(
-                    f"<g><title>{row}, {where}: {_full(share)} times torch’s own</title>"
+                    f"<g><title>{row}, {place_name(column)}: {told} times torch’s own</title>"
                     f'<rect x="{left + 0.75:.2f}" y="{top + 0.75:.2f}" width="{width - 1.5:.2f}" '
                     f'height="{height - 1.5}" rx="2" fill="var(--{colour})" '
                     f'fill-opacity="{opacity:.2f}"/>'
@@ -119,10 +119,6 @@ def _text(x: float, y: float, text: str, anchor: str, size: float | None = None)
         f'<text x="{x:.2f}" y="{y:.2f}" dy="0.35em" text-anchor="{anchor}" '
         f'fill="var(--ink)"{font}>{escape(text)}</text>'
     )
-
-
-def _full(share: float) -> str:
-    return f"{share:,.3g}" if math.isfinite(share) else "not finite, no number of"
 
 
 def _short(share: float) -> str:

@@ -246,9 +246,7 @@ def _share(comparison: Mapping[str, Any]) -> float:
 
 
 def _summary(
-    record: Mapping[str, Any],
-    ties: Sequence[Mapping[str, Any]],
-    wrong: Sequence[Mapping[str, Any]],
+    record: Mapping[str, Any], ties: Sequence[Mapping[str, Any]], wrong: Sequence[Mapping[str, Any]]
 ) -> list[tuple[str, str, bool]]:
     """The numbers at the top: value, meaning, and whether it failed."""
     numbers = []

@@ -26,14 +26,10 @@ REPORT = "Report"
 
 
 def writable(context: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
-    """Refuses an output file in a missing folder before any work is done.
-
-    Raises:
-        InputError: The folder does not exist.
-    """
-    if path is not None and not path.absolute().parent.is_dir():
-        raise InputError(f"{path}: cannot be written: there is no such folder; name another")
+    """Refuses an output file in a missing folder with InputError, before any work is done."""
     if path is not None:
+        if not path.absolute().parent.is_dir():
+            raise InputError(f"{path}: cannot be written: there is no such folder; name another")
         require_writable(path)
     return path
 
@@ -41,9 +37,7 @@ def writable(context: click.Context, parameter: click.Parameter, path: Path | No
 def page_file(context: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
     """Refuses a page that cannot be made or written before any work is done.
 
-    Raises:
-        InputError: The folder does not exist.
-        ModuleNotFoundError: A package that pages need is not installed.
+    Raises ModuleNotFoundError where a package that pages need is not installed.
     """
     if path is not None:
         import_module("transferry.export.report.page")

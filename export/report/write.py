@@ -26,23 +26,17 @@ def write_report(
     date: str | None,
     certificate: Certificate | None,
 ) -> None:
-    """Writes the report as HTML page and as JUnit XML.
+    """Writes the report as HTML page and as JUnit XML; a file of None is not written.
 
-    Args:
-        report: The report.
-        page: File of the page; None writes none.
-        junit: File of the XML; None writes none.
-        date: Date of the verification, shown on the page.
-        certificate: The certificate that the report earned, shown on the page.
+    The page shows the date of the verification and the certificate that it earned.
 
     Raises:
         InputError: A file cannot be written.
         UsageError: A file exists that no verification wrote.
     """
-    if junit is not None:
-        require_own(junit, foreign_junit)
-    if page is not None:
-        require_own(page, foreign_page)
+    for path, foreign in ((junit, foreign_junit), (page, foreign_page)):
+        if path is not None:
+            require_own(path, foreign)
     if junit is not None:
         with atomic_file(junit) as file:
             file.write(to_junit(report).encode())

@@ -137,11 +137,7 @@ class Histogram:
         self.least = self.most = 0.0
 
     def add(self, values: Array) -> None:
-        """Adds values of any shape.
-
-        Raises:
-            InputError: A value is not finite.
-        """
+        """Adds values of any shape; raises InputError for one that is not finite."""
         least, most = float(values.min(initial=0)), float(values.max(initial=0))
         largest = max(most, -least)
         if not math.isfinite(largest):
@@ -223,10 +219,7 @@ Counted = Tensor | EllipsisType  # a mask `[rows, length]`, or all
 
 @torch.inference_mode()
 def calibrate(
-    model: Transformer,
-    special: SpecialTokens,
-    sentences: Sequence[Sequence[int]],
-    max_length: int,
+    model: Transformer, special: SpecialTokens, sentences: Sequence[Sequence[int]], max_length: int
 ) -> Calibration:
     """Runs the model over sentences, an encoder-decoder over its own greedy answers too.
 
@@ -275,8 +268,7 @@ def calibrate(
     wide = _wide_inputs(folded, texts)
     inputs = _histograms(folded, texts, wide)
     return Calibration(
-        {name: replace(seen.activation(), wide=wide[name]) for name, seen in inputs.items()},
-        scales,
+        {name: replace(seen.activation(), wide=wide[name]) for name, seen in inputs.items()}, scales
     )
 
 
@@ -318,25 +310,17 @@ def _run_inputs(
     model: Transformer, texts: Sequence[Text], report: Callable[[str, Array], None]
 ) -> None:
     """Reports the inputs of each layer `[..., inputs]`; see `_run`."""
-    _run(
-        model,
-        texts,
-        lambda name, x, _, counted: report(name, x[counted].detach().cpu().numpy()),
-    )
+    _run(model, texts, lambda name, x, _, counted: report(name, x[counted].detach().cpu().numpy()))
 
 
 @torch.inference_mode()
 def misfit(model: Transformer, calibration: Calibration, texts: Sequence[Text]) -> str:
-    """Describes the first stored range that does not fit a text; empty if all do.
+    """Describes the first stored range that does not fit texts; empty if all do.
 
     The input of a layer fits if rounding and clipping it as stored costs at most `WIDE` times the
     squared error of the best range, or `NARROW` times where the stored one is less than half as
-    wide; KV scales, if each is within a factor of `APART` of the measured one.
-
-    Args:
-        model: The model in float32.
-        calibration: The stored ranges.
-        texts: Sources and targets; tokens in random order without any.
+    wide; KV scales, if each is within a factor of `APART` of the measured one. Tokens in random
+    order stand for texts that are absent.
     """
     texts, swept = texts or list(vocabulary_texts(model)), list(vocabulary_texts(model))
     ranges = KVRanges(model)

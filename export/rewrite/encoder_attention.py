@@ -33,16 +33,13 @@ def attentions_to_fuse(config: ModelConfig) -> int:
 def fuse_attentions(encoder: Graph) -> int:
     """Replaces softmax(Q K^T + M) V between linear layers by one operator; returns their number.
 
-    Args:
-        encoder: Fused, in float32; its first input is the source. Changed in place.
+    The encoder is fused, in float32, and its first input is the source.
     """
     graph = encoder.model.graph
     encoder.model.opset_imports[""] = FUSED_OPSET
     biases: dict[ir.Value, ir.Value] = {}
-    fused = 0
-    for softmax in [node for node in graph if node.op_type == "Softmax"]:
-        fused += _fuse(softmax, graph, biases)
-    return fused
+    softmaxes = [node for node in graph if node.op_type == "Softmax"]
+    return sum(_fuse(softmax, graph, biases) for softmax in softmaxes)
 
 
 def _fuse(softmax: ir.Node, graph: ir.Graph, biases: dict[ir.Value, ir.Value]) -> bool:

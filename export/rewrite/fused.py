@@ -79,9 +79,6 @@ def fused_graphs(
         traces: Graphs traced before; receives the new ones.
         kernels: Operators of linear layers and of lookups.
         cache_type: Element type of the KV cache. Default: the weights'.
-
-    Raises:
-        ParityError: A linear layer or an attention of the encoder was not replaced.
     """
     own = isinstance(model, OwnModel)
     if own and model.config.decoder_layers:

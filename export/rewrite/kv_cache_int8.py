@@ -56,34 +56,13 @@ def int8(
     kernels, scales = Int8Kernels(calibration.activations, model.release), calibration.kv_scales
     folded = fold_kv_scales(model, scales)
     graphs = fused_graphs(folded, recipe, traces, kernels, "int8" if scales else None)
-    if scales:
-        attentions = quantise_cache(graphs, scales, model.config)
+    if scales:  # the graphs beside encoder and decoder were traced with an int8 cache
+        if "encoder" in graphs:
+            graphs["encoder"] = _rounded_encoder(graphs["encoder"])
+        graphs["decoder"], attentions = int8_decoder(graphs["decoder"], model.config)
         require_all(recipe, "attentions of the decoder to read integers", len(scales), attentions)
+        graphs["dequantise"] = _dequantise_graph(graphs["decoder"].spec, scales)
     return graphs
-
-
-def quantise_cache(
-    graphs: dict[str, Graph], scales: Mapping[str, KVScales], config: ModelConfig
-) -> int:
-    """Makes graphs store the KV cache in int8, and adds the graph "dequantise".
-
-    Args:
-        graphs: Encoder and decoder of a model with folded KV scales, in float32 and fused; the
-            other graphs were exported with an int8 cache. Changed in place.
-        scales: KV scales by the attention's name.
-        config: Shape of the model.
-
-    Returns:
-        Number of attentions of the decoder that read integers.
-
-    Raises:
-        ParityError: The graphs are not as torch's exporter writes them.
-    """
-    if "encoder" in graphs:
-        graphs["encoder"] = _rounded_encoder(graphs["encoder"])
-    graphs["decoder"], count = _int8_decoder(graphs["decoder"], config)
-    graphs["dequantise"] = _dequantise_graph(graphs["decoder"].spec, scales)
-    return count
 
 
 def _int8(specs: Specs) -> Specs:
@@ -144,7 +123,7 @@ def _dequantise_graph(decoder: GraphSpec, scales: Mapping[str, KVScales]) -> Gra
     return Graph(model, GraphSpec("dequantise.onnx", inputs, outputs))
 
 
-def _int8_decoder(decoder: Graph, config: ModelConfig) -> tuple[Graph, int]:
+def int8_decoder(decoder: Graph, config: ModelConfig) -> tuple[Graph, int]:
     """Makes the decoder read and write integers; returns the number of attentions too."""
     graph, specs = decoder.model.graph, decoder.spec
     attentions = [_Attention(node) for node in graph if node.op_type == "Softmax"]
@@ -254,10 +233,7 @@ class _Attention:
         choice.attributes["else_branch"] = ir.AttrGraph("else_branch", several)
 
     def _single_query(
-        self,
-        graph: ir.Graph,
-        columns: Sequence[ir.Value],
-        options: Mapping[str, float],
+        self, graph: ir.Graph, columns: Sequence[ir.Value], options: Mapping[str, float]
     ) -> ir.Graph:
         """Returns the branch for a single query per slot."""
         tape, width = ir.tape.Tape(), self.heads * self.d_head
@@ -333,12 +309,9 @@ def _one_product(query: ir.Value, updates: Sequence[ir.Value]) -> ir.Value | Non
     Every number stays the same: the sums of integers are exact, and each output has its own scale.
     onnxruntime joins the weights when it opens the graph.
 
-    Args:
-        query: `[rows, outputs]`.
-        updates: Keys and values, split into heads.
-
     Returns:
-        The product `[rows, outputs of all]`, or None where these are no such layers.
+        The product `[rows, outputs of all]`, or None unless the query `[rows, outputs]` and the
+        updates, keys and values split into heads, are such layers.
     """
     splits = [node for each in updates if (node := each.producer()) and node.op_type == "Reshape"]
     layers = [query, *(argument(node, 0) for node in splits)]

@@ -63,8 +63,7 @@ class KVRanges:
     def add(self, name: str, output: Tensor) -> None:
         """Adds the output `[..., kv_heads * d_head]` of the linear layer of a weight.
 
-        Raises:
-            InputError: The output is not finite.
+        Raises InputError for an output that is not finite.
         """
         if not CACHED.fullmatch(name):
             return

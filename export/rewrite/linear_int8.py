@@ -35,9 +35,7 @@ class Int8Kernels:
     """
 
     def __init__(
-        self,
-        activations: Mapping[str, Activation],
-        release: Callable[[], None] = lambda: None,
+        self, activations: Mapping[str, Activation], release: Callable[[], None] = lambda: None
     ) -> None:
         """Takes the quantisation of the layers' inputs by the weights' names.
 

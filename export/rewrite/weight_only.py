@@ -31,12 +31,7 @@ def in_int8(
 
 
 def store_in_int8(graph: ir.Graph, model: Transformer) -> None:
-    """Replaces the matrices of a graph by integers with a scale for each output.
-
-    Args:
-        graph: A portable graph; its initializers have torch's names after "model.".
-        model: The model, whose matrices `weight_blocks.matrices` names.
-    """
+    """Replaces the matrices of a portable graph by integers with a scale for each output."""
     for name, _ in matrices(model):
         if (weight := graph.initializers.get(f"model.{name}")) is None:
             continue

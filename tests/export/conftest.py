@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tests.conftest import THOROUGH, Once, make_run
-from tests.sealed import records
 from tests.traced import TRACES, unverified, verify
 from tests.traced import exported as exported
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint, load_samples
@@ -37,6 +36,7 @@ from transferry.export.verify import Request
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.manifest import Manifest
 from transferry.runtime.bundle.specs import GraphSpec, TensorSpec
+from transferry.runtime.io.sealed_folder import records
 from transferry.runtime.ort.open_model import ServedModel, open_model
 from transferry.runtime.ort.portable_decoder import PortableDecoder
 from transferry.runtime.ort.session import SessionOptions

@@ -16,7 +16,7 @@ from transferry.build_model.model.config import ModelConfig
 from transferry.build_model.model.transformer import Transformer
 from transferry.export.checks.weights import weights_claim
 from transferry.export.rewrite.calibration import Calibration, calibrate, vocabulary_texts
-from transferry.export.rewrite.kv_cache_int8 import _one_product, _producer, quantise_cache
+from transferry.export.rewrite.kv_cache_int8 import _one_product, _producer, int8_decoder
 from transferry.export.rewrite.kv_scales import HEADROOM, LARGEST, KVRanges, fold_kv_scales
 from transferry.export.trace.editing import CONTRIB, argument, register
 from transferry.export.trace.graph import Graph
@@ -213,20 +213,15 @@ def test_one_product_has_the_bits_of_three(biased: int) -> None:
     assert answers() == before
 
 
-def test_only_the_cache_is_int8(made: Made) -> None:
-    _, _, graphs, _ = made
-    roles = ("cross", "past", "present", "kept", "state", "fresh", "moved", "placed", "selected")
-    for name, graph in graphs.items():
-        for spec in (*graph.spec.inputs, *graph.spec.outputs):
-            real = name == "dequantise" and spec.role != "state"
-            assert (spec.type == "int8") == (spec.role in (*roles, "gathered") and not real)
-
-
 def test_a_missed_attention_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of(OPTIONS["both"])
     calibration = calibrate(model, BYTES.special, SENTENCES[:1], 4)
-    missed = "transferry.export.rewrite.kv_cache_int8.quantise_cache"
-    monkeypatch.setattr(missed, lambda *given: quantise_cache(*given) - 1)
+
+    def misses_one(*given: Any) -> tuple[Graph, int]:
+        decoder, found = int8_decoder(*given)
+        return decoder, found - 1
+
+    monkeypatch.setattr("transferry.export.rewrite.kv_cache_int8.int8_decoder", misses_one)
     with pytest.raises(ParityError, match=r"expected 4 attentions .*, found 3"):
         graphs_of(model, "cpu-int8", calibration)
 
