@@ -81,16 +81,6 @@ def test_rounded_weights_stand_for_the_models_own(dtype: torch.dtype) -> None:
             assert apart > 1e-3 if shift else apart < 1e-5
 
 
-def test_rows_of_blocks_are_looked_up() -> None:
-    integers = torch.arange(24, dtype=torch.int8).reshape(3, 2, 4)
-    scales = torch.tensor([[1.0, 2.0], [4.0, 8.0], [0.5, 0.25]])[..., None]
-    found = Rounded(integers, scales, 7, lambda x, shift: x)
-    whole = found.weight(torch.float64)
-    assert whole.tolist()[0] == [0, 1, 2, 3, 8, 10, 12]
-    ids = torch.tensor([[2, 0], [1, 1]])
-    assert torch.equal(found.weight(torch.float64, ids), whole[ids])
-
-
 def test_inputs_are_rounded_by_block_and_row() -> None:
     x = torch.tensor([[127.0, 0.4, -3.6, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0, -2.54]])
     found = round_blocks(x, 0.0, 4)

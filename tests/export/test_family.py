@@ -140,10 +140,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
             **dict(head_biases=(True, False)),
         ),
     ),
-    "other poolings": (
-        "encoder-only",
-        dict(pooling=("max", "last", "weighted", "root-mean")),
-    ),
+    "other poolings": ("encoder-only", dict(pooling=("max", "last", "weighted", "root-mean"))),
     "a classifier's": (
         "encoder-only",
         dict(

@@ -19,10 +19,7 @@ from tests.build_model.importing.huggingface.drawn import (
     exact,
     transformers,
 )
-from tests.build_model.importing.huggingface.small_models import (
-    llama_pieces,
-    marian_vocabulary,
-)
+from tests.build_model.importing.huggingface.small_models import llama_pieces, marian_vocabulary
 from tests.traced import TRACES
 from transferry.build_model.checkpoint import load_checkpoint
 from transferry.build_model.importing.huggingface import decoder_only, encoder_decoder
@@ -31,10 +28,7 @@ from transferry.export import bundle as exporting
 from transferry.export.bundle import export_bundle
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.proof.recorded import vectors
-from transferry.runtime.tokenizer.third_party import (
-    SentencePiecePair,
-    SentencePieceTokenizer,
-)
+from transferry.runtime.tokenizer.third_party import SentencePiecePair, SentencePieceTokenizer
 
 THOROUGH = "EXAMPLES" in os.environ
 KINDS = [*encoder_decoder.FAMILIES, *decoder_only.FAMILIES]

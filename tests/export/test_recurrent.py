@@ -9,23 +9,19 @@ import torch
 
 from tests.conftest import THOROUGH
 from tests.export.conftest import opened, verified
-from transferry import Engine
+from tests.export.faults.bundles import bundle_test
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.build_model.model.config import ModelConfig
 from transferry.build_model.model.recurrence import SSRU, CellState, scanned
-from transferry.build_model.model.transformer import Transformer, greedy
+from transferry.build_model.model.transformer import Transformer
 from transferry.build_model.train.vocabulary import train_bpe
 from transferry.export.checks.numbers import compare_cases
 from transferry.export.oracle.cases import random_case
 from transferry.export.oracle.effort import Effort
-from transferry.export.oracle.oracle import Oracle
-from transferry.export.rewrite.calibration import Calibration
 from transferry.export.subject.bundle_copy import BundleCopy, add, constant, replace
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.specs import CacheSpec
 from transferry.runtime.errors import UsageError
-from transferry.runtime.precision import Precision
-from transferry.runtime.proof.compare import Tolerance
 from transferry.runtime.proof.views import report_text
 
 TOKENIZER = train_bpe(["the cat sat on the mat", "die Katze saß auf der Matte"], 280)
@@ -138,10 +134,7 @@ def test_a_wrong_state_is_caught(
     replace(rows, lambda value: add(value, "Mul", value, nothing))
     copy.seal()
     served = opened(Bundle.load(copy.folder), variant)
-    precision = Precision.of(bundle.variant(variant).precision)
-    calibration = Calibration.of(bundle, bundle.variant(variant)) if precision.calibrated else None
-    given = checkpoint.model, checkpoint.tokenizer.special, Tolerance.of(precision.name)
-    oracle = Oracle.of(*given, precision=precision, calibration=calibration)
+    oracle = bundle_test((checkpoint, bundle, []), variant=variant).oracle
     cases = [random_case(checkpoint.model.config, 3, 5, 2, seed=seed) for seed in range(3)]
     wrong = {item.tensor for item in compare_cases(oracle, served, cases) if item.fault}
     assert {"past.0.cell", "logits"} <= wrong
@@ -168,38 +161,10 @@ def test_the_manifest_says_what_a_decoder_carries(
         assert "gather" not in variant.graphs
 
 
-@pytest.mark.parametrize("variant", ["portable", "cpu-fp32"])
-def test_answers_are_torchs(
-    recurrent: Checkpoint, recurrent_variants: Bundle, texts: list[str], variant: str
-) -> None:
-    special = recurrent.tokenizer.special
-    with Engine.load(recurrent_variants.folder, variant=variant) as engine:
-        results = engine.generate(texts, max_length=12, scores=False)
-        found = [result.hypotheses[0].tokens for result in results]
-    for text, tokens in zip(texts, found, strict=True):
-        source = torch.tensor([special.wrap(recurrent.tokenizer.encode(text))])
-        ids: dict[str, Any] = dict(bos_id=special.bos_id, eos_id=special.eos_id)
-        given = recurrent.model, source, source >= 0
-        assert list(tokens) == greedy(*given, **ids, max_length=12, use_cache=False)[0]
-
-
-def stepped(bundle: Bundle, variant: str) -> tuple[Any, Any]:
-    """A decoder, and its state of three rows after a step."""
-    decoder: Any = opened(bundle, variant)
-    source, mask = np.arange(4, 16).reshape(3, 4), np.ones((3, 4), np.bool_)
-    return decoder, decoder.step(np.array([[1], [5], [9]]), decoder.start(source, mask))[1]
-
-
-def test_rows_of_the_state_are_selected(recurrent_variants: Bundle) -> None:
-    decoder, state = stepped(recurrent_variants, "portable")
-    chosen = np.array([2, 0, 2])
-    before, after = decoder.tensors(state), decoder.tensors(decoder.select(state, chosen))
-    for name in ("past.0.cell", "past.1.cell", "cross.0.keys"):
-        assert np.array_equal(after[name], before[name][chosen])
-
-
 def test_a_selection_moves_no_state(recurrent_variants: Bundle) -> None:
-    decoder, state = stepped(recurrent_variants, "cpu-fp32")
+    decoder: Any = opened(recurrent_variants, "cpu-fp32")
+    source, mask = np.arange(4, 16).reshape(3, 4), np.ones((3, 4), np.bool_)
+    _, state = decoder.step(np.array([[1], [5], [9]]), decoder.start(source, mask))
     for rows in ([0, 0, 1, 1, 2, 2], [1, 0, 3, 3, 4, 5], [4, 5, 2, 3]):
         selected = decoder.select(state, np.array(rows))
         assert selected.past is state.past

@@ -1,7 +1,6 @@
 """TorchDecoder gives the model's own logits, and the search drives it as a plain greedy loop."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
@@ -10,15 +9,10 @@ from numpy.typing import NDArray
 
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.build_model.model.layers import sinusoidal_positions
-from transferry.build_model.model.transformer import greedy
 from transferry.export import torch_model
 from transferry.export.oracle.cases import random_case
 from transferry.export.torch_model import TorchDecoder
-from transferry.runtime.decoding.generation_options import GenerationOptions
-from transferry.runtime.decoding.search import pad_sources, search
-from transferry.runtime.ort.portable_decoder import PortableDecoder
 from transferry.runtime.proof.compare import Case
-from transferry.runtime.tokenizer.byte_pair import SOURCES
 
 LENGTH = 30
 
@@ -90,17 +84,3 @@ def test_dropout_is_off(checkpoint: Checkpoint, case: Case) -> None:
     model = TorchDecoder.oracle(checkpoint.model).model.train()
     decoder = TorchDecoder(model)
     np.testing.assert_array_equal(logits_of_model(decoder, case), logits_of_model(decoder, case))
-
-
-def test_torch_and_onnxruntime_are_the_plain_greedy_loop(
-    checkpoint: Checkpoint, decoder: PortableDecoder, sources: list[list[int]]
-) -> None:
-    """Of a loop that shares no code with the search and has no cache."""
-    source, mask = map(torch.from_numpy, pad_sources(sources, SOURCES.pad_id))
-    ids: dict[str, Any] = dict(bos_id=SOURCES.bos_id, eos_id=SOURCES.eos_id)
-    plain = greedy(checkpoint.model, source, mask, **ids, max_length=LENGTH, use_cache=False)
-    options = GenerationOptions(max_length=LENGTH)
-    decoders: tuple[Any, ...] = TorchDecoder(checkpoint.model), decoder
-    for each in decoders:
-        found = search(each, sources, options, SOURCES)
-        assert [list(row[0].tokens) for row in found] == plain

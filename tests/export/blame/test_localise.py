@@ -33,7 +33,7 @@ from transferry.export.trace import portable as graphs
 from transferry.export.trace.store import WEIGHTS, write_graphs
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.specs import Variant
-from transferry.runtime.io.whole import sha256
+from transferry.runtime.io.sealed_folder import records
 from transferry.runtime.ort.session import SessionOptions, open_session
 from transferry.runtime.proof.compare import Tolerance
 from transferry.runtime.proof.report import Origin
@@ -226,21 +226,17 @@ def corrupted(bundle: Bundle, weight: str, folder: Path) -> Bundle:
     return dataclasses.replace(bundle, folder=folder)
 
 
-def contents(folder: Path) -> dict[str, str]:
-    return {str(path): sha256(path) for path in folder.rglob("*") if path.is_file()}
-
-
 @pytest.mark.parametrize("part", ["feed_forward.inner.weight", "self_attention.value.bias"])
 def test_one_corrupt_number_is_found(
     checkpoint: Checkpoint, bundle: Bundle, tmp_path: Path, added_outputs: list[int], part: str
 ) -> None:
     module = f"decoder.1.{part.rpartition('.')[0]}"
     flawed = corrupted(bundle, f"decoder.1.{part}", tmp_path / "bundle")
-    before = contents(flawed.folder)
+    before = records(flawed.folder)
     origin = found(checkpoint.model, flawed)
     assert (origin.graph, origin.module) == ("decoder", module)
     assert origin.source.startswith("build_model/")
-    assert contents(flawed.folder) == before
+    assert records(flawed.folder) == before
     # Bisection, not a look at all of a hundred values.
     assert 0 < max(added_outputs) <= 8
     assert len(added_outputs) < 12

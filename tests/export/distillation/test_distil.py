@@ -237,22 +237,6 @@ def require_refused(folder: Path, code: int, message: str, *arguments: str | Pat
 
 
 @pytest.mark.parametrize(
-    ("architecture", "named"), [("writer", "decoder-only"), ("reader", "encoder-only")]
-)
-def test_a_teacher_of_another_architecture_is_refused(
-    architecture: str,
-    named: str,
-    given: list[str | Path],
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
-) -> None:
-    given[1] = request.getfixturevalue(f"{architecture}_bundle_folder")
-    message = "expected the bundle of an encoder-decoder as the teacher, found"
-    for told in (message, named):
-        require_refused(tmp_path, 2, told, *given)
-
-
-@pytest.mark.parametrize(
     ("option", "code", "message"),
     [
         ("--heads=3", 2, "heads"),
@@ -284,27 +268,29 @@ def test_too_many_errors_stop_it_and_a_higher_limit_continues(
     same(whole, run)
 
 
-def test_a_teacher_is_needed(bundle_folder: Path, corpus: list[str], tmp_path: Path) -> None:
+def test_what_cannot_be_distilled_is_refused(
+    bundle_folder: Path,
+    writer_bundle_folder: Path,
+    reader_bundle_folder: Path,
+    corpus: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     out = ["--out", str(tmp_path / "run")]
     for arguments, code, message in (
         ([*corpus, *out], 2, "expected a TEACHER, the bundle that answers"),
         ([tmp_path / "absent", *corpus, *out], 3, "absent"),
-        ([bundle_folder, *out], 2, "give --source, with --target where there are references"),
-        ([bundle_folder, *corpus[:2], "--n-best=2", *out], 2, "--n-best needs references"),
+        ([writer_bundle_folder, *corpus, *out], 2, "as the teacher, found decoder-only"),
+        ([reader_bundle_folder, *corpus, *out], 2, "as the teacher, found encoder-only"),
         ([bundle_folder, "--source=-", *out], 2, "read more than once, and stdin only once"),
     ):
         require_refused(tmp_path, code, message, "distil", *arguments)
     with pytest.raises(UsageError, match="distil has no option beams; it knows teacher, source"):
         distil(bundle_folder, tmp_path / "run", source=corpus[1], beams=4)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_several_processes_are_refused(
-    bundle_folder: Path, corpus: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UsageError, match=r"train on OUT/distilled/pairs\.jsonl"):
         distil(bundle_folder, tmp_path / "run", source=corpus[1])
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_run_is_continued_as_it_was_begun_or_replaced_by_force(

@@ -31,7 +31,7 @@ from transferry.export.subject.bundle import BundleSubject
 from transferry.export.subject.bundle_copy import BundleCopy
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.errors import InputError, ParityError
-from transferry.runtime.io.whole import sha256
+from transferry.runtime.io.sealed_folder import records
 from transferry.runtime.proof.certificates.strength import GRAPHS
 from transferry.runtime.proof.compare import Tolerance
 from transferry.runtime.proof.report import Claim, ParityReport, PlantedFault
@@ -81,10 +81,10 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_fault_that_changes_an_answer_is_caught(side: Side) -> None:
     checkpoint, bundle, _ = side
-    before = content(bundle.folder)
+    before = records(bundle.folder)
     progress: list[tuple[int, int]] = []
     found = self_tested(side, blunt(), done=lambda done, total: progress.append((done, total)))
-    assert content(bundle.folder) == before
+    assert records(bundle.folder) == before
     changing = {kind for kind, item in found.items() if item.changes_answer}
     assert len(changing) >= 14
     assert all(item.passed for item in found.values())
@@ -228,7 +228,7 @@ def test_each_output_of_each_graph_has_a_fault_that_is_caught(
     harmless = {kind for kind, check in caught.items() if not check}
     assert harmless <= {"stored constant off"}
     # The copy is put back after each fault, and the bundle is never touched.
-    assert content(folder) == content(gate.subject.folder)
+    assert records(folder) == records(gate.subject.folder)
 
 
 def test_a_constant_of_infinity_can_be_off(all_variants: Bundle, tmp_path: Path) -> None:
@@ -240,19 +240,9 @@ def test_a_constant_of_infinity_can_be_off(all_variants: Bundle, tmp_path: Path)
     assert copy.array(name).min() == pytest.approx(0.01)
 
 
-def content(folder: Path) -> dict[str, str]:
-    return {
-        path.relative_to(folder).as_posix(): sha256(path)
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
-
-
 # test_fused_parity.py verifies each variant as it is.
 @pytest.mark.parametrize("variant_gate", ["cpu-fp32"], indirect=True)
-def test_honest_copy_of_a_variant_passes(
-    variant_gate: tuple[Gate[BundleSubject], Path],
-) -> None:
+def test_honest_copy_of_a_variant_passes(variant_gate: tuple[Gate[BundleSubject], Path]) -> None:
     gate, folder = variant_gate
     honest = gate.subject.copy(folder)
     honest.rewrite()
@@ -276,9 +266,7 @@ def test_honest_copy_of_a_variant_passes(
 
 
 @pytest.mark.parametrize("variant_gate", ["cpu-int8"], indirect=True)
-def test_answers_alone_show_random_faults(
-    variant_gate: tuple[Gate[BundleSubject], Path],
-) -> None:
+def test_answers_alone_show_random_faults(variant_gate: tuple[Gate[BundleSubject], Path]) -> None:
     """Without stored weights and graphs, which the gate compares last."""
     gate, folder = variant_gate
     planted: list[PlantedFault] = []

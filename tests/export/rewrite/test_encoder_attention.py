@@ -5,13 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.export.conftest import (
-    graphs_of,
-    opened,
-    random_reader,
-    require_torchs_answers,
-    written,
-)
+from tests.export.conftest import graphs_of, opened, random_reader, require_torchs_answers, written
 from transferry.export.prove import check_graphs
 from transferry.export.rewrite import encoder_attention
 from transferry.runtime.errors import ParityError

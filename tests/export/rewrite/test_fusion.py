@@ -23,7 +23,7 @@ from transferry.build_model.model.transformer import Transformer
 from transferry.export.rewrite import fusion
 from transferry.export.rewrite.fused import linear_layers
 from transferry.export.rewrite.fusion import FloatKernels, Fusion, find_linear
-from transferry.export.trace.editing import drop_unused, register
+from transferry.export.trace.editing import drop_unused
 from transferry.export.trace.graph import Graph
 from transferry.runtime.errors import ParityError
 from transferry.runtime.ort.open_model import ServedModel
@@ -204,17 +204,3 @@ def test_a_power_of_two_divides_within_the_product_to_the_bit(bias: bool) -> Non
         assert ("Div" in upstream(value)) == left
         expected = np.float32(divisor) / whole if inverse else whole / np.float32(divisor)
         np.testing.assert_array_equal(found, expected)
-
-
-def test_unused_nodes_are_dropped() -> None:
-    """A chain without a reader is dropped with its weights; inputs stay."""
-    x = ir.Value(name="x", shape=ir.Shape([2, 2]), type=ir.TensorType(ir.DataType.FLOAT))
-    graph = ir.Graph([x], [], nodes=[], opset_imports={"": 20})
-    register(graph, "w", np.ones((2, 2), np.float32))
-    used = ir.node("Neg", [x])
-    first = ir.node("MatMul", [x, graph.initializers["w"]])
-    graph.extend([used, first, ir.node("Relu", [first.outputs[0]])])
-    graph.outputs.append(used.outputs[0])
-    drop_unused(graph)
-    assert list(graph) == [used]
-    assert not graph.initializers

@@ -1,13 +1,11 @@
-"""Weights in blocks of 4 or 8 bits: the rounding, onnxruntime's layout, and whole models."""
+"""Weights in blocks of 4 or 8 bits: the rounding, and whole models in onnxruntime."""
 
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime
 import pytest
 import torch
-from onnx import TensorProto, helper, numpy_helper
 
 from tests.export.conftest import graphs_of, opened, written
 from tests.export.test_family import config_of
@@ -15,7 +13,6 @@ from transferry.build_model.model.transformer import Transformer
 from transferry.export.checks.numbers import compare_cases
 from transferry.export.oracle.cases import single_tokens, sizes
 from transferry.export.oracle.oracle import Oracle
-from transferry.export.rewrite.linear_blocks import ACCURACY_LEVEL
 from transferry.export.rewrite.weight_blocks import BLOCK, WIDE, block_weights, blocks
 from transferry.runtime.precision import Precision
 from transferry.runtime.proof.compare import Tolerance
@@ -52,33 +49,6 @@ def test_no_weight_is_further_off_than_half_a_step(inputs: int, bits: int) -> No
     largest = np.abs(weight).max(axis=1) == np.abs(values).max(axis=1)
     assert largest.mean() > 0.5
     assert not values[3].any()
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("inputs", [32, 40])
-def test_bytes_are_in_onnxruntimes_order(inputs: int, bits: int) -> None:
-    generator = np.random.default_rng(1)
-    found = blocks(generator.standard_normal((5, inputs)).astype(np.float32), bits)
-    attributes: dict[str, Any] = dict(
-        K=inputs, N=5, bits=bits, block_size=BLOCK, accuracy_level=ACCURACY_LEVEL
-    )
-    node = helper.make_node(
-        "MatMulNBits", ["x", "weight", "scales"], ["y"], domain="com.microsoft", **attributes
-    )
-    x, y = (
-        helper.make_tensor_value_info(name, TensorProto.FLOAT, ["rows", width])
-        for name, width in (("x", inputs), ("y", 5))
-    )
-    stored: dict[str, Any] = {"weight": found.packed(), "scales": found.scales}
-    weights = [numpy_helper.from_array(array, name) for name, array in stored.items()]
-    graph = helper.make_graph([node], "product", [x], [y], weights)
-    opsets = [helper.make_opsetid("", 20), helper.make_opsetid("com.microsoft", 1)]
-    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
-    session = onnxruntime.InferenceSession(model.SerializeToString())
-    # No block rounds any of it away.
-    (given,) = session.run(None, {"x": np.eye(inputs, dtype=np.float32)})
-    values = (found.integers * found.scales[..., None]).reshape(5, -1)[:, :inputs]
-    np.testing.assert_allclose(given, values.T, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(

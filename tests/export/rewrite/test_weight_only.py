@@ -90,8 +90,7 @@ def test_other_weights_than_the_runs_are_refused(
 
 
 @pytest.mark.parametrize(
-    "fixture",
-    [pytest.param("writer_run_folder", marks=pytest.mark.thorough), "reader_run_folder"],
+    "fixture", [pytest.param("writer_run_folder", marks=pytest.mark.thorough), "reader_run_folder"]
 )
 def test_every_architecture_has_it(
     fixture: str, request: pytest.FixtureRequest, tmp_path: Path
