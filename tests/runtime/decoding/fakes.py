@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from transferry.export.oracle.plain_search import Row
 from transferry.runtime.decoding.decoder import StepOutput, TopK
 from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.decoding.hypothesis import Hypothesis
@@ -217,10 +218,7 @@ def requests_for(sources: Sequence[Tokens], options: GenerationOptions) -> list[
 
 
 def stream(
-    decoder: FakeDecoder,
-    requests: Sequence[Request[int]],
-    options: GenerationOptions,
-    slots: int,
+    decoder: FakeDecoder, requests: Sequence[Request[int]], options: GenerationOptions, slots: int
 ) -> list[list[Hypothesis]]:
     found = list(search_stream(decoder, Requests(requests).take, options, SPECIAL, slots=slots))
     answers = dict(found)
@@ -268,32 +266,16 @@ def plain_search(
     model: Model,
     source: Tokens,
     options: GenerationOptions,
-    permits: Callable[[Tokens], bool] = lambda tokens: True,
+    number: int = 0,
+    encoder: bool = True,
+    ends: Sequence[int] = (EOS,),
+    text: Callable[[Sequence[int]], str] = str,
 ) -> list[Hypothesis]:
-    """Greedy or beam search over whole histories and the whole vocabulary, with plain lists."""
-    live: list[tuple[float, Tokens]] = [(0.0, ())]
-    ended: list[Hypothesis] = []
-    for length in range(1, options.max_length + 1):
-        candidates = [
-            (total + log_p, (*tokens, token))
-            for total, tokens in live
-            for token, log_p in enumerate(log_softmax(model(source, tokens)).tolist())
-            if permits((*tokens, token))
-        ]
-        candidates.sort(key=lambda candidate: -candidate[0])
-        for total, tokens in candidates[: options.beam]:
-            score = total / length**options.length_penalty
-            if tokens[-1] == EOS:
-                ended.append(Hypothesis(tokens[:-1], total, score, "end"))
-            elif length == options.max_length:
-                ended.append(Hypothesis(tokens, total, score, "length"))
-        ended.sort(key=lambda hypothesis: -hypothesis.score)
-        live = [c for c in candidates if c[1][-1] != EOS][: options.beam]
-        if len(ended) >= options.beam:
-            present = options.max_length if options.early_stopping == "never" else length
-            best = live[0][0] / present**options.length_penalty
-            if options.early_stopping is True or options.beam == 1:
-                break
-            if best <= ended[options.beam - 1].score:
-                break
-    return ended[: options.n_best]
+    """Answers by the plain rules of `verify`, which share no code with the search."""
+
+    def logits(answers: Sequence[Tokens]) -> Logits:
+        return np.stack([model(source, tokens) for tokens in answers])
+
+    row = Row(logits, text, source, number, BOS if encoder else None, ends, 1 << 30, options)
+    with np.errstate(invalid="ignore"):  # of rows that turn bad
+        return row.answers()

@@ -1,6 +1,5 @@
 """Batches hold every row once and no more than fits; windows read no further than they must."""
 
-import random
 from itertools import count
 from typing import Any
 
@@ -58,20 +57,6 @@ def test_windows_are_lazy() -> None:
     assert next(endless) == 0, "nothing is read before the first window is asked for"
     assert next(stream) == [1, 2, 3, 4]
     assert next(endless) == 5, "nothing is read beyond the window"
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_batches_hold_every_index_once_within_the_limits(seed: int) -> None:
-    generator = random.Random(seed)
-    lengths = [generator.randint(1, 50) for _ in range(generator.randint(1, 200))]
-    rows, tokens = generator.randint(1, 16), generator.randint(50, 200)
-    batches = length_batches(lengths, rows, tokens)
-    assert sorted(index for batch in batches for index in batch) == list(range(len(lengths)))
-    for batch in batches:
-        assert 1 <= len(batch) <= rows
-        assert len(batch) * max(lengths[index] for index in batch) <= tokens
-    in_order = [lengths[index] for batch in batches for index in batch]
-    assert in_order == sorted(lengths, reverse=True)
 
 
 def test_batches_are_full_but_for_a_long_row_by_itself() -> None:

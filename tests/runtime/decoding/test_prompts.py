@@ -83,12 +83,6 @@ def test_a_prompt_is_padded_beyond_the_positions_of_the_model(
     assert shapes == {59 + 3}, "as torch has it"
 
 
-def test_prompts_are_of_many_lengths(checkpoint: Checkpoint, prompts: list[str]) -> None:
-    lengths = {len(checkpoint.tokenizer.encode(prompt)) for prompt in prompts}
-    assert len(lengths) >= 12
-    assert 1 in lengths
-
-
 @torch.inference_mode()
 def by_argmax(model: Transformer, prompt: Sequence[int], end: int, length: int) -> list[int]:
     """The tokens after one prompt: no cache, no padding, the ending token left out."""
@@ -137,16 +131,6 @@ def test_a_prompt_that_fills_the_positions_has_one_answer_left(engine: Engine) -
     assert second.error is not None
     assert (second.error.kind, second.hypotheses) == ("too-long", ())
     assert "65 tokens, but the model has 64 positions" in second.error.message
-
-
-def test_an_empty_prompt_is_an_error_of_its_own(engine: Engine) -> None:
-    results = list(engine.generate(["", " \t", "a"], GREEDY))
-    assert [result.error and result.error.kind for result in results] == ["empty", "empty", None]
-
-
-def test_more_tokens_than_positions_are_refused_with_both_numbers(engine: Engine) -> None:
-    with pytest.raises(UsageError, match="max_length is 65, but the model has 64 positions"):
-        engine.generate(["a"], GenerationOptions(max_length=65))
 
 
 def test_a_prefix_that_does_not_fit_is_an_error_of_its_row(engine: Engine) -> None:

@@ -2,7 +2,6 @@
 
 import math
 from collections import Counter
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ from tests.runtime.decoding.fakes import (
     Logits,
     Tokens,
     log_softmax,
-    random_decoder,
     run,
 )
 from transferry.runtime.decoding.generation_options import GenerationOptions
@@ -34,19 +32,6 @@ def test_draws_follow_the_models_distribution() -> None:
         assert hypothesis.log_probability == pytest.approx(log_softmax(logits)[token], abs=1e-5)
 
 
-def test_samples_are_ranked_and_repeat_with_the_seed_only() -> None:
-    decoder = random_decoder(30)
-    options = GenerationOptions(sample=True, n_best=4, max_length=8, seed=5)
-    first = run(decoder, [(5,), (5,)], options, row_ids=[10, 11])
-    assert first == run(decoder, [(5,), (5,)], options, row_ids=[10, 11])
-    assert first[0] != first[1]
-    scores = [hypothesis.score for hypothesis in first[0]]
-    assert scores == sorted(scores, reverse=True)
-    assert len(set(scores)) == 4
-    other = GenerationOptions(sample=True, n_best=4, max_length=8, seed=6)
-    assert first != run(decoder, [(5,), (5,)], other, row_ids=[10, 11])
-
-
 def test_more_samples_and_steps_leave_the_draws_as_they_were() -> None:
     few = draw_uniforms(7, [3], 2, 4)
     many = draw_uniforms(7, [9, 3], 5, 11)
@@ -54,31 +39,6 @@ def test_more_samples_and_steps_leave_the_draws_as_they_were() -> None:
     assert len(np.unique(many)) == many.size
     assert (many >= 0).all()
     assert (many < 1).all()
-
-
-@pytest.mark.parametrize(
-    ("settings", "kept"),
-    [
-        ({}, [0, 1, 2, 3, 4]),
-        ({"top_k": 2}, [1, 3]),
-        ({"top_k": 9}, [0, 1, 2, 3, 4]),
-        ({"top_p": 0.39}, [1]),
-        ({"top_p": 0.41}, [1, 3]),
-        ({"top_p": 0.71}, [0, 1, 3]),
-        # Of the top two, which hold 0.7, token 1 alone holds 0.57.
-        ({"top_k": 2, "top_p": 0.5}, [1]),
-        ({"top_k": 3, "top_p": 0.79}, [0, 1, 3]),
-        # A temperature of 0.5 squares: 1 and 3 hold 0.16 and 0.09 of 0.30.
-        ({"temperature": 0.5, "top_p": 0.8}, [1, 3]),
-    ],
-)
-def test_top_k_and_top_p_keep_the_likeliest(settings: dict[str, Any], kept: list[int]) -> None:
-    logits = np.log(np.array([[0.2, 0.4, 0.06, 0.3, 0.04]])) + 3
-    sampler = Sampler(GenerationOptions(sample=True, **settings), np.empty((1, 1)))
-    weights = sampler.weights(logits)[0]
-    assert np.flatnonzero(weights).tolist() == kept
-    original = np.exp(logits[0, kept] / sampler.options.temperature)
-    np.testing.assert_allclose(weights[kept] / weights.max(), original / original.max())
 
 
 def test_a_draw_never_falls_on_a_token_that_was_cut_off() -> None:

@@ -16,13 +16,16 @@ from tests.runtime.decoding.fakes import (
     FakeDecoder,
     GreedyFake,
     Logits,
+    Model,
     NormalisingFake,
     RankingFake,
     Requests,
     SentenceFake,
     Tokens,
+    close,
     log_softmax,
     peak,
+    plain_search,
     random_model,
     random_sources,
     requests_for,
@@ -31,7 +34,7 @@ from tests.runtime.decoding.fakes import (
     tokens_given,
 )
 from transferry.runtime.decoding.generation_options import GenerationOptions
-from transferry.runtime.decoding.hypothesis import FAILED
+from transferry.runtime.decoding.hypothesis import FAILED, Hypothesis
 from transferry.runtime.decoding.search import search_stream
 from transferry.runtime.decoding.strategy import Request
 from transferry.runtime.errors import UsageError
@@ -44,7 +47,7 @@ def requests_of(count: int, longest: int, seed: int = 0) -> list[Request[int]]:
         Request(
             key=key,
             source=source,
-            max_length=int(rng.integers(3, longest + 1)),
+            max_length=int(rng.choice([5, 6, 8, longest])),
             prefix=(7, 3)[: key % 3],
             row_id=1000 + key,
         )
@@ -59,16 +62,45 @@ STREAMS = {
         beam=3, n_best=3, max_length=12, early_stopping="never", length_penalty=0.3
     ),
     "suppressing": GenerationOptions(max_length=12, suppress=(5, 9), no_repeat_ngram=1),
-    "min length": GenerationOptions(beam=2, max_length=12, min_length=5),
+    "min length": GenerationOptions(beam=2, max_length=12, min_length=5, suppress=(5, 9)),
 }
 streams = pytest.mark.parametrize("options", STREAMS.values(), ids=STREAMS)
 
 
+BAD = (
+    np.full(40, np.nan),
+    np.where(np.arange(40) == 39, np.nan, 0.0),
+    np.where(np.arange(40) == 5, np.inf, 0.0),
+    np.full(40, -np.inf),
+)
+
+
+def plainly(
+    model: Model, request: Request[int], options: GenerationOptions, encoder: bool = True
+) -> list[Hypothesis]:
+    own = replace(options, prefix=tuple(request.prefix), max_length=request.max_length)
+    return plain_search(model, tuple(request.source), own, request.row_id, encoder)
+
+
 @streams
-def test_a_stream_answers_as_each_sentence_is_answered_alone(options: GenerationOptions) -> None:
-    model = random_model(40, end=2.0)
+def test_a_stream_answers_as_each_sentence_is_answered_plainly(options: GenerationOptions) -> None:
+    """And alone, to the bit; some sentences turn bad, and after an end all is."""
+    good = random_model(40, end=2.0)
     requests = requests_of(80, options.max_length)
+    bad = {requests[key].source: (key // 5 % 3, BAD[key // 5 % 4]) for key in range(0, 80, 5)}
+
+    def model(source: Tokens, history: Tokens) -> Logits:
+        if EOS in history:
+            return BAD[0]
+        length, values = bad.get(source, (99, BAD[0]))
+        # The end stays out of reach of the rows that turn bad later.
+        beyond = 100 * (np.arange(40) == EOS) if source in bad else 0
+        return values if len(history) == length else good(source, history) - beyond
+
     alone = [stream(FakeDecoder(model, 40), [request], options, 1)[0] for request in requests]
+    for request, hypotheses in zip(requests, alone, strict=True):
+        assert close(hypotheses, plainly(model, request, options))
+        assert (hypotheses[0] == FAILED) is (request.source in bad)
     reasons = Counter(hypotheses[0].finish_reason for hypotheses in alone)
     assert min(reasons["end"], reasons["length"]) > 8
     for slots in (1, 3, 8, 64):
@@ -81,13 +113,54 @@ def test_a_stream_answers_as_each_sentence_is_answered_alone(options: Generation
 
 
 @streams
-def test_a_stream_of_equal_lengths_is_the_batch(options: GenerationOptions) -> None:
+def test_a_batch_is_a_stream_of_equal_lengths(options: GenerationOptions) -> None:
     model = random_model(40, end=2.0)
     sources = random_sources(100)
-    expected = run(FakeDecoder(model, 40), sources, options)
-    requests = requests_for(sources, options)
-    assert stream(SentenceFake(model, 40), requests, options, 8) == expected
-    assert run(SentenceFake(model, 40), sources, options) == expected
+    expected = stream(SentenceFake(model, 40), requests_for(sources, options), options, 8)
+    assert run(FakeDecoder(model, 40), sources, options) == expected
+    backwards = run(SentenceFake(model, 40), sources[::-1], options, row_ids=range(99, -1, -1))
+    assert backwards[::-1] == expected
+    prefixes = [(7, 3)[: row % 3] for row in range(100)]
+    for (one, *_), prefix in zip(
+        run(FakeDecoder(model, 40), sources, options, prefixes=prefixes), prefixes, strict=True
+    ):
+        assert one.tokens[: len(prefix)] == prefix
+
+
+RULES: dict[str, dict[str, Any]] = {
+    **{f"{size}-grams": {"no_repeat_ngram": size} for size in range(1, 4)},
+    **{f"{n}-grams of all": {"no_repeat_ngram": n, "prompt_ngrams": True} for n in range(1, 4)},
+    "n-grams of tokens that are forced": {"no_repeat_ngram": 1, "min_length": 3},
+    "suppressed": {"suppress": (7, 3)},
+    "sequences": {"suppress_sequences": ((3, 4), (5, 3, 4), (6, 6, 7), (1, 3))},
+    "penalty": {"repetition_penalty": 2.0},
+    "reward": {"repetition_penalty": 0.7},
+    "first tokens": {"suppress_begin": (3, 5, 7)},
+    "least length": {"min_length": 5},
+}
+
+
+@pytest.mark.parametrize("has_encoder", [True, False])
+@pytest.mark.parametrize("beam", [1, 3])
+@pytest.mark.parametrize("rule", RULES)
+def test_rules_are_those_of_each_row_alone(rule: str, beam: int, has_encoder: bool) -> None:
+    """Prefixes overrule them; prompts, outputs and prefixes side by side have unequal lengths."""
+    model = random_model(8, spread=1.0)
+    free = GenerationOptions(beam=beam, n_best=beam, max_length=12)
+    options = replace(free, **RULES[rule])
+    draws = random_sources(60)
+    requests = [
+        replace(request, source=tuple(token % 5 + 3 for token in draw))
+        for request, draw in zip(requests_of(60, 12), draws, strict=True)
+    ]
+    decoder = SentenceFake(model, 8)
+    decoder.has_encoder = has_encoder
+    found = stream(decoder, requests, options, 8)
+    for request, hypotheses in zip(requests, found, strict=True):
+        assert close(hypotheses, plainly(model, request, options, has_encoder))
+    decoder = SentenceFake(model, 8)
+    decoder.has_encoder = has_encoder
+    assert found != stream(decoder, requests, free, 8), "the rule has no effect here"
 
 
 @pytest.mark.parametrize("name", ["greedy", "beam", "sampling"])
@@ -100,40 +173,6 @@ def test_a_stream_goes_on_with_each_prompt(name: str) -> None:
     decoder = SentenceFake(model, 40)
     decoder.has_encoder = False
     assert stream(decoder, requests, options, 8) == expected
-
-
-@streams
-def test_bad_sentences_leave_those_beside_and_after_them_alone(options: GenerationOptions) -> None:
-    good = random_model(40, end=2.0)
-    requests = requests_of(60, options.max_length)
-    bad = {requests[key].source: key % 3 for key in range(0, 60, 5)}
-    values = (np.nan, np.inf, -np.inf)
-
-    def model(source: Tokens, history: Tokens) -> Logits:
-        if source not in bad:
-            return good(source, history)
-        return np.full(40, values[bad[source]] if len(history) >= bad[source] else 0.0)
-
-    expected = stream(FakeDecoder(good, 40), requests, options, 60)
-    found = stream(SentenceFake(model, 40), requests, options, 8)
-    for request, answer, wanted in zip(requests, found, expected, strict=True):
-        if request.source in bad:
-            assert {hypothesis.finish_reason for hypothesis in answer} == {"error"}
-        else:
-            assert answer == wanted
-
-
-@streams
-def test_an_ended_output_ignores_further_steps(options: GenerationOptions) -> None:
-    good = random_model(40, end=2.0)
-
-    def model(source: Tokens, history: Tokens) -> Logits:
-        return np.full(40, np.nan) if EOS in history else good(source, history)
-
-    requests = requests_of(60, options.max_length)
-    expected = stream(FakeDecoder(good, 40), requests, options, 60)
-    for kind in (FakeDecoder, SentenceFake):
-        assert stream(kind(model, 40), requests, options, 8) == expected
 
 
 def counted(lengths: Sequence[int], max_length: int = 9) -> list[Request[int]]:

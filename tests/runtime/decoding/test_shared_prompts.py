@@ -12,11 +12,7 @@ from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.decoding.batching import LANES, BatchOptions
 from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.decoding.search import pad_sources
-from transferry.runtime.decoding.shared_prompts import (
-    SharedPrompts,
-    copied_tokens,
-    shared_prompts,
-)
+from transferry.runtime.decoding.shared_prompts import SharedPrompts, copied_tokens, shared_prompts
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.tasks.generate import GenerationResult
 from transferry.runtime.jobs.job import Job

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 
-from transferry.export.oracle.plain_search import Row
+from tests.runtime.decoding.fakes import FakeDecoder, Logits, Model, Tokens, plain_search
 from transferry.export.oracle.plain_search import weights as plain_weights
-from transferry.runtime.decoding.decoder import StepOutput
 from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.decoding.hypothesis import Hypothesis
 from transferry.runtime.decoding.logits_processors import (
@@ -37,56 +35,27 @@ SPECIAL = SpecialTokens(PAD, BOS, EOS, after=())
 KINDS = ("encoder-decoder", "decoder-only")
 
 
-@dataclass(frozen=True)
-class State:
-    """Tokens read by each row `[rows]`: its source, and the tokens that the decoder got."""
-
-    sources: tuple[tuple[int, ...], ...]
-    read: tuple[tuple[int, ...], ...]
+def decoder_of(model: Any) -> FakeDecoder:
+    decoder = FakeDecoder(model.next_logits, VOCABULARY)
+    decoder.has_encoder = model.config.is_encoder_decoder
+    return decoder
 
 
-class TheirDecoder:
-    """A model of transformers as a decoder, without a cache and without padding."""
+def next_logits(model: Any) -> Model:
+    """Logits of the next token, without a cache and without padding."""
 
-    shares_cache = False
-    vocabulary_size = VOCABULARY
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-        self.has_encoder = model.config.is_encoder_decoder
-
-    def start(self, source: NDArray[np.int64], mask: NDArray[np.bool_]) -> State:
-        rows = tuple(tuple(row[real].tolist()) for row, real in zip(source, mask, strict=True))
-        return State(rows, ((),) * len(rows))
-
+    @functools.cache
     @torch.inference_mode()
-    def step(
-        self,
-        tokens: NDArray[np.int64],
-        state: State,
-        *,
-        top: int | None = None,
-        normalise: bool = False,
-    ) -> tuple[StepOutput, State]:
-        read = tuple((*row, *new) for row, new in zip(state.read, tokens.tolist(), strict=True))
-        logits = np.empty((len(read), 1, VOCABULARY), np.float32)
-        lengths = [len(source) for source in state.sources]
-        for length in set(lengths):
-            alike = [row for row, found in enumerate(lengths) if found == length]
-            given = torch.tensor([read[row] for row in alike])
-            before = torch.tensor([state.sources[row] for row in alike], dtype=torch.long)
-            if self.has_encoder:
-                output = self.model(input_ids=before, decoder_input_ids=given)
-            else:
-                output = self.model(input_ids=torch.cat([before, given], dim=1))
-            logits[alike] = output.logits[:, -1:].float().numpy()
-        return StepOutput(logits), replace(state, read=read)
+    def found(source: Tokens, history: Tokens) -> Logits:
+        if model.config.is_encoder_decoder:
+            given = torch.tensor([[BOS, *history]])
+            output = model(input_ids=torch.tensor([source]), decoder_input_ids=given)
+        else:
+            output = model(input_ids=torch.tensor([[*source, *history]]))
+        logits: Logits = output.logits[0, -1].float().numpy()
+        return logits
 
-    def select(self, state: State, rows: NDArray[np.int64]) -> State:
-        kept = rows.tolist()
-        return State(
-            tuple(state.sources[row] for row in kept), tuple(state.read[row] for row in kept)
-        )
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +81,7 @@ def models() -> dict[str, Any]:
             for parameter in model.parameters():
                 if parameter.dim() > 1:
                     parameter.copy_(0.6 * torch.randn_like(parameter))
-        model.eval()
+        model.eval().next_logits = next_logits(model)
     return made
 
 
@@ -177,13 +146,13 @@ def require_theirs(
     rows = sources()
     wanted = [theirs(model, row, special.ends, **in_their_words(options)) for row in rows]
     settings = GenerationOptions(**{"max_length": LENGTH, **options})
-    found = search(TheirDecoder(model), rows, settings, special)
+    found = search(decoder_of(model), rows, settings, special)
     assert [list(row[0].scored_tokens) for row in found] == wanted
     some = [0, len(rows) - 2, len(rows) - 1]  # with a prompt that repeats itself
     plain = plainly(model, [rows[row] for row in some], settings, special)
     assert [list(row[0].scored_tokens) for row in plain] == [wanted[row] for row in some]
     require_alike(plain, [found[row] for row in some])
-    alone = [search(TheirDecoder(model), [row], settings, special)[0] for row in rows[:2]]
+    alone = [search(decoder_of(model), [row], settings, special)[0] for row in rows[:2]]
     assert [[item.tokens for item in row] for row in found[:2]] == [
         [item.tokens for item in row] for row in alone
     ]
@@ -202,30 +171,17 @@ def require_alike(plain: list[list[Hypothesis]], found: list[list[Hypothesis]]) 
         assert scores[0] == pytest.approx(scores[1], rel=1e-5, abs=1e-5)
 
 
+def text(ids: Iterable[int]) -> str:
+    return "".join(f"<{token}>" for token in ids)
+
+
 def plainly(
     model: Any, rows: list[list[int]], options: GenerationOptions, special: SpecialTokens = SPECIAL
 ) -> list[list[Hypothesis]]:
-    """Answers by the plain rules of `verify`, which share no code with the search."""
-    encoder_decoder = model.config.is_encoder_decoder
-
-    @torch.inference_mode()
-    def logits(source: list[int], answers: Sequence[tuple[int, ...]]) -> NDArray[np.float32]:
-        if encoder_decoder:
-            given = torch.tensor([[BOS, *tokens] for tokens in answers])
-            output = model(input_ids=torch.tensor([source] * len(answers)), decoder_input_ids=given)
-        else:
-            output = model(input_ids=torch.tensor([[*source, *tokens] for tokens in answers]))
-        found: NDArray[np.float32] = output.logits[:, -1].float().numpy()
-        return found
-
-    def text(ids: Iterable[int]) -> str:
-        return "".join(f"<{token}>" for token in ids)
-
-    first = BOS if encoder_decoder else None
+    """Answers by the plain rules of `verify`."""
+    kind = model.config.is_encoder_decoder
     return [
-        Row(
-            partial(logits, source), text, source, number, first, special.ends, 64, options
-        ).answers()
+        plain_search(model.next_logits, tuple(source), options, number, kind, special.ends, text)
         for number, source in enumerate(rows)
     ]
 
@@ -342,6 +298,10 @@ def test_each_kind_of_early_stopping_is_theirs(
 @pytest.mark.parametrize(
     "options",
     [
+        {"top_k": 2},
+        {"top_p": 0.4},
+        {"top_k": 3, "top_p": 0.6},
+        {"temperature": 0.5, "top_p": 0.8},
         {"min_p": 0.2},
         {"typical_p": 0.6},
         {"typical_p": 0.05},
@@ -371,7 +331,7 @@ def test_sampling_admits_their_tokens(options: dict[str, Any], models: dict[str,
         assert np.flatnonzero(weights[0]).tolist() == wanted
         counts.add(len(wanted))
     assert max(counts) < VOCABULARY
-    assert len(counts) > 1 or options == {"typical_p": 0.05}
+    assert len(counts) > 1 or options in ({"top_k": 2}, {"typical_p": 0.05})
 
 
 @pytest.mark.parametrize(
@@ -391,8 +351,5 @@ def test_the_plain_rules_give_the_answers_of_the_search(
     """Also where transformers has no such option, or other random numbers."""
     settings, rows = GenerationOptions(max_length=LENGTH, **options), sources()[::3]
 
-    def text(ids: Iterable[int]) -> str:
-        return "".join(f"<{token}>" for token in ids)
-
-    found = search(TheirDecoder(models[kind]), rows, settings, SPECIAL, decode=text)
+    found = search(decoder_of(models[kind]), rows, settings, SPECIAL, decode=text)
     require_alike(plainly(models[kind], rows, settings), found)

@@ -20,7 +20,7 @@ from tests.runtime.decoding.test_transformers import (
     EOS,
     PAD,
     VOCABULARY,
-    TheirDecoder,
+    decoder_of,
     models,
     sources,
 )
@@ -169,7 +169,7 @@ def require_their_answers(kind: str, made: PretrainedFolder, models: dict[str, A
     special = SpecialTokens(PAD, BOS, ends[0], after=(), more_ends=tuple(ends[1:]))
     # transformers forces the first token after a prompt of one token, too.
     rows = [row for row in sources()[:5] if theirs.forced_bos_token_id is None or len(row) > 1]
-    found = search(TheirDecoder(model), rows, GenerationOptions(**fields), special)
+    found = search(decoder_of(model), rows, GenerationOptions(**fields), special)
     previous, model.generation_config = model.generation_config, theirs
     try:
         for row, hypotheses in zip(rows, found, strict=True):
