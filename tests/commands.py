@@ -34,6 +34,13 @@ def done(*arguments: str | Path, stdin: bytes = b"") -> Result:
     return result
 
 
+def fails(code: int, message: str, *arguments: str | Path, stdin: bytes = b"") -> Result:
+    """Runs a command that must end with an exit code and a message."""
+    result = call(*arguments, stdin=stdin)
+    assert (result.exit_code, message in result.stderr) == (code, True), result.stderr
+    return result
+
+
 def changed(given: Sequence[str | Path], *options: str) -> list[str | Path]:
     """A command with options in place of those of the same name."""
     names = {option.partition("=")[0] for option in options}

@@ -85,13 +85,6 @@ def test_the_cache_of_the_hub_names_the_model(tmp_path: Path) -> None:
         UNKNOWN.stating(name="x" * 1001)
 
 
-def test_keep_is_for_an_import(run_folder: Path, tmp_path: Path) -> None:
-    refused = call("export", run_folder, "--out", tmp_path / "b", "--keep", tmp_path / "k")
-    assert refused.exit_code == 2
-    assert "is a checkpoint, so none is kept; leave --keep out" in refused.stderr
-    assert not list(tmp_path.iterdir())
-
-
 def test_run_of_a_folder_names_the_command(downloaded: Path) -> None:
     refused = call("run", downloaded, "-")
     assert refused.exit_code == 3

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.test_outputs import place as place
-from tests.commands import call
+from tests.commands import call, fails
 from transferry.cli import main
 from transferry.runtime.console.group import COMMANDS, COMMON
 
@@ -16,59 +15,92 @@ RUN = "run bundle lines.txt -o new.jsonl"
 NINES = "9" * 20
 
 
-@pytest.mark.parametrize(
-    ("command", "message"),
-    [
-        (f"{RUN} --beam {NINES}", f"beam must be a whole number of at most 10000, found {NINES}"),
-        (
-            f"{RUN} --max-length {NINES}",
-            "--max-length must be a whole number of at most 1000000",
-        ),
-        (f"{RUN} --seed {NINES}", "seed must be from 0 to 2**64 - 1, found"),
-        (
-            f"{RUN} --chunk-rows {NINES}",
-            "--chunk-rows must be a whole number of at most 2",
-        ),
-        (f"{RUN} --partition 1/{'9' * 5000}", "partition must be I/N"),
-        (f"{RUN} --canary 1/{'9' * 5000}", "canary must be 1/N"),
-        (f"{RUN} --device {'9' * 5000}", "--device must be numbers of GPUs"),
-        (f"{RUN} --threads 2000", "2000 is not in the range 1<=x<=1024"),
-        (f"{RUN} --out other.jsonl", "--out is given twice; give it once"),
-        (f"{RUN} --shard 1/2 --partition 2/2", "--partition is given twice; give it once"),
-        (f"{RUN} --no-scores --scores", "--scores is given twice; give it once"),
-        (f"{RUN} --force --force --stop a --stop b --limit 0", "--limit must be at least 1"),
-        (f"{RUN} --replicas 0", "0 is not in the range 1<=x<=1024"),
-        (f"{RUN} --batch-rows {NINES}", "is not in the range 1<=x<=65536"),
-        (f"{RUN} --length-penalty nan", "--length-penalty must be from -10 to 10, found nan"),
-        (f"{RUN} --sample --temperature inf", "temperature must be from 1e-6 to 1e6"),
-        (f"{RUN} --prefix \udcff", "--prefix must be UTF-8, found"),
-        ("run bundle lines.txt -o new\0", "expected a path, found"),
-        ("import  --out new", "expected a path, found nothing"),
-        ("export run --out ", "expected a path, found nothing"),
-        ("verify bundle --checkpoint run --beam -5", "beam must be at least 1, found -5"),
-        ("verify bundle --device -1", "-1 is not in the range 0<=x<=1024"),
-        ("train --builtin --out new --max-minutes inf", "--max-minutes must be at most"),
-        ("train --builtin --out new --peak-learning-rate 1e308", "must be at most 1000, found"),
-        (f"train --builtin --out new --d-model {NINES}", "a whole number of at most 1000000"),
-        ("train --builtin --out new --vocabulary-size -1", "is not in the range"),
-        ("train --builtin --out new --device tpu", "device must be cpu, cuda, cuda:N or auto"),
-    ],
-)
-def test_an_option_out_of_range(place: Path, command: str, message: str) -> None:
-    names = sorted(place.iterdir())
+OUT_OF_RANGE = [
+    (f"{RUN} --chunk-rows {NINES}", "--chunk-rows must be a whole number of at most 2"),
+    (f"{RUN} --partition 1/{'9' * 5000}", "partition must be I/N"),
+    (f"{RUN} --canary 1/{'9' * 5000}", "canary must be 1/N"),
+    (f"{RUN} --device {'9' * 5000}", "--device must be numbers of GPUs"),
+    (f"{RUN} --threads 2000", "2000 is not in the range 1<=x<=1024"),
+    (f"{RUN} --replicas 0", "0 is not in the range 1<=x<=1024"),
+    (f"{RUN} --batch-rows {NINES}", "is not in the range 1<=x<=65536"),
+    (f"{RUN} --max-length 65", "65, but the model has 64 positions"),
+    (f"{RUN} --force --force --stop a --stop b --limit 0", "--limit must be at least 1"),
+    (f"{RUN} --prefix \udcff", "--prefix must be UTF-8, found"),
+    ("run bundle lines.txt -o new\0", "expected a path, found"),
+    ("run reader lines.txt --task fill-mask --top 0", "a whole number of at least 1, found 0"),
+    ("import  --out new", "expected a path, found nothing"),
+    ("export run --out ", "expected a path, found nothing"),
+    ("verify bundle --checkpoint run --beam -5", "beam must be at least 1, found -5"),
+    ("verify bundle --device -1", "-1 is not in the range 0<=x<=1024"),
+    ("train --builtin --out new --max-minutes inf", "--max-minutes must be at most"),
+    ("train --builtin --out new --peak-learning-rate 1e308", "must be at most 1000, found"),
+    (f"train --builtin --out new --d-model {NINES}", "a whole number of at most 1000000"),
+    ("train --builtin --out new --vocabulary-size -1", "is not in the range"),
+    ("train --builtin --out new --device tpu", "device must be cpu, cuda, cuda:N or auto"),
+]
+EXCLUDING = [
+    (f"{RUN} --out other.jsonl", "--out is given twice; give it once"),
+    (f"{RUN} --shard 1/2 --partition 2/2", "--partition is given twice; give it once"),
+    (f"{RUN} --no-scores --scores", "--scores is given twice; give it once"),
+    (f"{RUN} --min-length 9 --max-length 8", "--min-length=9"),
+    ("run bundle lines.txt --json", "cannot both go to standard output"),
+    ("run chat lines.txt --chat --messages m", "--messages and --chat exclude each other"),
+    ("run chat lines.txt --column c --prompt-ids m", "--column and --prompt-ids exclude each"),
+    ("run chat lines.txt --chat --long-rows truncate", "--long-rows=truncate and --chat exclude"),
+    ("run chat lines.txt --task embed --chat", "--chat has no effect on task embed"),
+    ("run reader lines.txt --task fill-mask --beam 4", "--beam has no effect on task fill-mask"),
+    ("verify bundle --text x", "--text needs --checkpoint"),
+    ("verify bundle --self-test", "--self-test needs --checkpoint"),
+    ("verify bundle --cross-check", "--cross-check needs --checkpoint"),
+    ("verify bundle --opinions", "--cross-check needs --checkpoint"),
+    ("verify bundle --beam 3 --suppress 7", "--beam needs --checkpoint"),
+    ("verify bundle --checkpoint run --target x", "--target needs --text"),
+    ("verify bundle --checkpoint run --beam 3 --sample", "--sample and --beam=3 exclude"),
+    ("train --builtin --source a --target b --out new", "--builtin and --source"),
+    ("train --source a --out new", "--source and --target"),
+    (
+        "train --builtin --encoding o200k_base --vocabulary-size 9 --out new",
+        "--encoding o200k_base and --vocabulary-size 9 exclude each other",
+    ),
+    ("train --resume --force --out new", "--resume and --force"),
+    ("train --preset prose --source a --target b --out new", "--source and architecture dec"),
+    ("train --preset tiny --text a --out new", "--text and architecture encoder-decoder exclude"),
+    ("train --preset prose --out new", "give --text, or --builtin"),
+    ("train --preset prose --builtin --text a --out new", "--builtin and --text exclude"),
+    ("export run --out new --keep kept", "is a checkpoint, so none is kept; leave --keep out"),
+]
+NO_TASK = "whose task is generate; all other tasks need an encoder-only one"
+TASKS = [
+    ("run reader lines.txt", "task embed writes npy or parquet or jsonl or openai, not text"),
+    ("run reader lines.txt --task embed --format npy", "npy cannot go to standard output"),
+    (
+        "run reader lines.txt --task fill-mask --format npy",
+        "fill-mask writes jsonl or text or tsv or csv or parquet, not npy",
+    ),
+    ("run reader lines.txt --task generate", "its tasks are embed and fill-mask"),
+    *((f"run bundle lines.txt --task {task}", NO_TASK) for task in ("embed", "fill-mask")),
+    *((f"run bundle lines.txt --task {task}", NO_TASK) for task in ("classify", "tag")),
+    ("score bundle lines.txt", "encoder-decoder; name the texts to score with --target"),
+    ("score writer lines.txt --target lines.txt", "decoder-only; leave out --target"),
+    ("score reader lines.txt", "which generates nothing"),
+]
+
+
+@pytest.mark.parametrize(("command", "message"), [*OUT_OF_RANGE, *EXCLUDING, *TASKS])
+def test_a_refused_command_says_why_and_leaves_nothing(
+    place_of_all: Path, command: str, message: str
+) -> None:
+    names = sorted(place_of_all.iterdir())
     refused = call(*command.split(" "))
     assert refused.exit_code == 2, refused.stderr
-    assert message in refused.stderr
-    assert sorted(place.iterdir()) == names
+    assert message in " ".join(refused.stderr.split()), refused.stderr
+    assert sorted(place_of_all.iterdir()) == names
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         ("beam = 4.7", "beam must be a whole number, found 4.7"),
-        ("beam = true", "beam must be a whole number, found True"),
-        ('beam = "4"', "beam must be a whole number, found '4'"),
-        ("beam = [4]", "beam must be a whole number, found [4]"),
         ("beam = 1979-05-27", "beam must be a whole number, found datetime.date"),
         (f"beam = {'9' * 5000}", "is not TOML"),
         (f"beam = {'[' * 5000}", "is not TOML"),
@@ -104,9 +136,9 @@ def test_a_setting_of_another_type(place: Path, line: str, message: str) -> None
 @pytest.mark.parametrize("line", ['variants = "cpu-fp32"', "variants = [1]", "variants = 5"])
 def test_an_option_that_repeats_is_a_list(place: Path, line: str) -> None:
     Path("settings.toml").write_text(f"{line}\n")
-    refused = call("export", "run", "--out", "new", "--config", "settings.toml")
-    assert refused.exit_code == 2
-    assert "variants must be a list" in refused.stderr
+    fails(
+        2, "variants must be a list", "export", "run", "--out", "new", "--config", "settings.toml"
+    )
 
 
 @pytest.mark.parametrize("line", ["max_steps = true", 'preset = "none"', "beams = 5\nseed = []"])
@@ -138,9 +170,7 @@ def test_the_config_of_a_run_is_checked_before_any_work(
     record = json.loads(path.read_bytes())
     record[part] = {**record.get(part, {}), **changes}
     path.write_text(json.dumps(record))
-    refused = call("export", "run", "--out", "new")
-    assert refused.exit_code == 3
-    assert message in refused.stderr
+    refused = fails(3, message, "export", "run", "--out", "new")
     assert "exporting" not in refused.stderr
     assert "config.json" in refused.stderr
 
@@ -150,9 +180,7 @@ def test_a_pipe_without_a_writer_is_not_waited_for(
 ) -> None:
     monkeypatch.setattr("transferry.runtime.io.lines.PIPE_SECONDS", 0.1)
     os.mkfifo("pipe")
-    refused = call("run", "bundle", "pipe", "-o", "new.jsonl")
-    assert refused.exit_code == 3
-    assert "pipe: no process writes into this pipe" in refused.stderr
+    fails(3, "pipe: no process writes into this pipe", "run", "bundle", "pipe", "-o", "new.jsonl")
 
 
 def test_help_lists_every_command_by_its_purpose() -> None:

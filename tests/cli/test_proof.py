@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from click.testing import Result
 
-from tests.commands import FEW, call, done
+from tests.commands import FEW, call, done, fails
 from tests.runtime.proof.keys import key_files, model_signing
 from transferry.runtime.decoding.decoder import StepOutput
 from transferry.runtime.errors import ParityError
@@ -31,10 +31,7 @@ def bundle(bundle_folder: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def verified(
-    bundle_folder: Path,
-    run_folder: Path,
-    lines: Path,
-    tmp_path_factory: pytest.TempPathFactory,
+    bundle_folder: Path, run_folder: Path, lines: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Result]:
     """A bundle with a certificate against its checkpoint, and the output of `verify`."""
     bundle = shutil.copytree(bundle_folder, tmp_path_factory.mktemp("verified") / "bundle")
@@ -75,9 +72,8 @@ def spoil(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
 def test_from_a_proof_to_a_result_that_cites_it(
     bundle: Path, certified: Path, verified: tuple[Path, Result], lines: Path, tmp_path: Path
 ) -> None:
-    refused = call("run", bundle, lines, "-o", tmp_path / "out", "--require-certificate")
-    assert refused.exit_code == 4
-    assert "no certificate that holds here" in refused.stderr
+    command = "run", bundle, lines, "-o", tmp_path / "out", "--require-certificate"
+    fails(4, "no certificate that holds here", *command)
     assert not (tmp_path / "out").exists()
 
     assert "Token agreement 100 %" in verified[1].stdout
@@ -97,12 +93,10 @@ def test_from_a_proof_to_a_result_that_cites_it(
 def test_a_certificate_says_how_strong_it_is(
     bundle: Path, certified: Path, run_folder: Path, lines: Path, tmp_path: Path
 ) -> None:
-    assert call("verify", bundle, "--certify", DATE).exit_code == 0
+    done("verify", bundle, "--certify", DATE)
     run: list[str | Path] = ["run", bundle, lines, "-o", tmp_path / "out"]
-    refused = call(*run, "--require-certificate")
-    assert refused.exit_code == 4
-    assert "against the recorded answers alone" in refused.stderr
-    assert call(*run, "--require-certificate=recorded").exit_code == 0
+    fails(4, "against the recorded answers alone", *run, "--require-certificate")
+    done(*run, "--require-certificate=recorded")
 
     few = tmp_path / "few"
     few.write_bytes(b"".join(lines.read_bytes().splitlines(True)[: LEAST_ROWS - 1]))
@@ -111,9 +105,7 @@ def test_a_certificate_says_how_strong_it_is(
     assert little.exit_code == 2
     assert not little.stdout, "refused before the work"
     assert "expected at least 30 rows of text for a certificate, found 29" in little.stderr
-    weaker = call("verify", certified, "--certify", DATE)
-    assert weaker.exit_code == 2
-    assert "give --checkpoint, or --force" in weaker.stderr
+    fails(2, "give --checkpoint, or --force", "verify", certified, "--certify", DATE)
 
 
 def test_a_certificate_covers_what_was_verified(
@@ -124,9 +116,7 @@ def test_a_certificate_covers_what_was_verified(
     run: list[str | Path] = ["run", certified, lines, "-o", tmp_path / "out", "--force"]
     run.append("--require-certificate")
     search = ["--beam", "3", "--no-repeat-ngram", "2", "--suppress", "the", "--suppress", "7"]
-    refused = call(*run, *search)
-    assert refused.exit_code == 4
-    assert "covers no search with beam 3, no_repeat_ngram 2, suppress" in refused.stderr
+    fails(4, "covers no search with beam 3, no_repeat_ngram 2, suppress", *run, *search)
     assert not (tmp_path / "out.job").exists()
     assert call(*run, "--batch-rows", "65").exit_code == 4
 
@@ -135,18 +125,12 @@ def test_a_certificate_covers_what_was_verified(
     )
     assert "as given" in [item["search"] for item in report["decisions"]]
     assert report["settings"]["batch_rows"] == 65
-    assert call(*run, *search).exit_code == 0
-    assert call(*run, "--batch-rows", "65").exit_code == 0
+    done(*run, *search)
+    done(*run, "--batch-rows", "65")
     assert "covers no search with suppress" in call(*run, *search[-4:]).stderr
     assert call(*run, *search[:-1], "a").exit_code == 4
     # A stop string ends an answer and chooses no token.
-    assert call(*run, "--stop", "the").exit_code == 0
-    conflict = call(*verify, "--beam", "3", "--sample")
-    assert conflict.exit_code == 2
-    assert "--sample and --beam=3 exclude each other" in conflict.stderr
-    alone = call("verify", certified, *search)
-    assert alone.exit_code == 2
-    assert "--beam needs --checkpoint" in alone.stderr
+    done(*run, "--stop", "the")
 
 
 def countersigned(bundle: Path, run: list[str | Path], public: Path, folder: Path) -> None:
@@ -156,20 +140,11 @@ def countersigned(bundle: Path, run: list[str | Path], public: Path, folder: Pat
     told = done("sign", bundle, "--key", second, "--trusted-key", public).stderr
     assert told.count("signed by ") == 1
     assert f"{key_id}, {load_public_key(second_public).key_id}, " in told
-    both: list[str | Path] = [
-        "--trusted-key",
-        public,
-        "--trusted-key",
-        second_public,
-        "--require-signatures",
-        "2",
-    ]
-    done(*run, "--force", *both)
-    assert call(*run, "--force", *both[:2], *both[4:]).exit_code == 2
+    both = ("--trusted-key", public, "--trusted-key", second_public)
+    done(*run, "--force", *both, "--require-signatures", "2")
+    assert call(*run, "--force", *both[:2], "--require-signatures", "2").exit_code == 2
     _, unknown = key_files(folder, "unknown", secret=13)
-    refused = call("sign", bundle, "--key", second, "--trusted-key", unknown)
-    assert refused.exit_code == 3
-    assert "no certificate to sign" in refused.stderr
+    fails(3, "no certificate to sign", "sign", bundle, "--key", second, "--trusted-key", unknown)
 
 
 def test_from_a_signature_to_a_result_that_cites_its_key(
@@ -204,19 +179,13 @@ def test_from_a_signature_to_a_result_that_cites_its_key(
     score: list[str | Path] = ["score", bundle, lines, "--target", lines, *run[3:], "--force"]
     done(*score, "--trusted-key", public)
     for command in (score, [*run, "--force"]):
-        refused = call(*command, "--trusted-key", other)
-        assert refused.exit_code == 4
-        assert f"is signed by {key_id}, not by the trusted key" in refused.stderr
+        fails(4, f"is signed by {key_id}, not by the trusted key", *command, "--trusted-key", other)
 
     countersigned(bundle, run, public, tmp_path)
-    over = call("verify", bundle, *options)
-    assert over.exit_code == 2
-    assert "is signed, and the new one is not" in over.stderr
+    fails(2, "is signed, and the new one is not", "verify", bundle, *options)
     done("verify", bundle, *options, "--force")
-    assert call(*run, "--force").exit_code == 0
-    refused = call(*run, "--force", "--trusted-key", public)
-    assert refused.exit_code == 4
-    assert "is unsigned" in refused.stderr
+    done(*run, "--force")
+    fails(4, "is unsigned", *run, "--force", "--trusted-key", public)
 
 
 def test_a_key_is_read_before_the_work_begins(
@@ -228,9 +197,8 @@ def test_a_key_is_read_before_the_work_begins(
         raise AssertionError("opened the bundle before the key")
 
     monkeypatch.setattr(Bundle, "load", opened)
-    absent = call("verify", bundle, "--certify", DATE, "--sign", tmp_path / "absent.key")
-    assert absent.exit_code == 3
-    assert "absent.key: cannot be read: No such file" in absent.stderr
+    command = "verify", bundle, "--certify", DATE, "--sign", tmp_path / "absent.key"
+    fails(3, "absent.key: cannot be read: No such file", *command)
 
 
 def test_the_workers_of_ray_check_the_signature_too(
@@ -256,12 +224,6 @@ def test_the_workers_of_ray_check_the_signature_too(
     assert "far enough" in call("run", bundle, lines, "-o", "out", *options).stderr
     assert loaded["trusted_key"] == [public]
     assert loaded["require_certificate"] == "recorded"
-
-
-def test_a_result_without_a_proof_says_so(bundle: Path, lines: Path, tmp_path: Path) -> None:
-    assert call("run", bundle, lines, "-o", tmp_path / "out").exit_code == 0
-    made = tomllib.loads((tmp_path / "out.settings.toml").read_text(encoding="utf-8"))["made"]
-    assert made["certificate"].startswith("none: nothing was verified for variant portable")
 
 
 def test_the_report_as_files(bundle: Path, run_folder: Path, lines: Path, tmp_path: Path) -> None:
@@ -295,7 +257,7 @@ def test_a_failure_has_its_report_too(
     bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: bool
 ) -> None:
     """And takes the certificate back that an earlier success gave."""
-    assert call("verify", bundle, "--certify", DATE).exit_code == 0
+    done("verify", bundle, "--certify", DATE)
     if wrong:
         spoil(monkeypatch, 1.01)
     page, junit = tmp_path / "report.html", tmp_path / "report.xml"
@@ -369,22 +331,6 @@ def test_another_checkpoint_is_the_headline(bundle: Path, run_folder: Path, tmp_
     assert len(record["faults"]) == 1
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--text", "x"], "--text needs --checkpoint"),
-        (["--self-test"], "--self-test needs --checkpoint"),
-        (["--cross-check"], "--cross-check needs --checkpoint"),
-        (["--opinions"], "--cross-check needs --checkpoint"),
-        (["--checkpoint", "run", "--target", "x"], "--target needs --text"),
-    ],
-)
-def test_options_that_need_another(bundle: Path, options: list[str], message: str) -> None:
-    result = call("verify", bundle, *options)
-    assert result.exit_code == 2
-    assert message in result.stderr
-
-
 def test_canaries(bundle: Path, lines: Path, tmp_path: Path) -> None:
     result = call("run", bundle, lines, "-o", tmp_path / "out", "--canary", "1/2")
     assert result.exit_code == 0
@@ -397,9 +343,8 @@ def test_a_canary_stops_the_job(
     bundle: Path, lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spoil(monkeypatch, -1.0)
-    result = call("run", bundle, lines, "-o", tmp_path / "out", "--canary", "1/2")
-    assert result.exit_code == 4
-    assert "line 1 is answered differently" in result.stderr
+    command = "run", bundle, lines, "-o", tmp_path / "out", "--canary", "1/2"
+    fails(4, "line 1 is answered differently", *command)
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / "out.job").exists(), "nothing was finished before"
 
@@ -410,14 +355,11 @@ def test_reports_of_several_variants_make_one_page(bundle: Path, tmp_path: Path)
         files.append(tmp_path / f"{threads}.json")
         files[-1].write_text(call("verify", bundle, "--threads", threads, "--json").stdout)
     page = tmp_path / "page.html"
-    result = call("report", *files, "-o", page)
-    assert result.exit_code == 0, result.stderr
+    done("report", *files, "-o", page)
     assert "PASSED: all 2 reports" in page.read_text("utf-8")
     record = json.loads(files[1].read_text())
     files[1].write_text(json.dumps({**record, "passed": False, "faults": ["bad"]}))
-    failed = call("report", *files, "-o", page)
-    assert failed.exit_code == 4
-    assert f"failed: {files[1]}; {page} says why" in failed.stderr
+    fails(4, f"failed: {files[1]}; {page} says why", "report", *files, "-o", page)
 
 
 @pytest.mark.parametrize("command", ["verify", "audit"])
@@ -448,6 +390,4 @@ def test_text_without_a_line_proves_nothing(
     empty = tmp_path / "empty.txt"
     empty.touch()
     given = {"run": run_folder, "bundle": bundle_folder, "out": tmp_path / "out", "empty": empty}
-    found = call(*command.format(**given).split())
-    assert found.exit_code == 3
-    assert "expected at least one line, found none" in found.stderr
+    fails(3, "expected at least one line, found none", *command.format(**given).split())

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.training import ENDLESS, SMALLEST
-from tests.commands import call
+from tests.commands import done
 from transferry.cli import main
 from transferry.runtime.errors import install_command
 
@@ -49,43 +49,46 @@ def interrupt(
     return stderr.decode()
 
 
-@pytest.mark.parametrize(
+signals = pytest.mark.parametrize(
     "number", [pytest.param(signal.SIGINT, marks=pytest.mark.thorough), signal.SIGTERM]
 )
-class TestSignals:
-    def test_an_interrupted_run_leaves_nothing(
-        self, bundle_folder: Path, tmp_path: Path, number: signal.Signals
-    ) -> None:
-        process = start("run", bundle_folder, "-", "-o", tmp_path / "answers.jsonl")
-        assert process.stdin is not None
-        process.stdin.write(b"seven\neight\n")
-        process.stdin.flush()
-        said = interrupt(process, number, (tmp_path / "answers.jsonl.job").exists)
-        assert said.strip() == "interrupted"
-        assert list(tmp_path.iterdir()) == []
 
-    def test_an_interrupted_training_tells_how_to_continue(
-        self, pairs: list[str], tmp_path: Path, number: signal.Signals
-    ) -> None:
-        run = tmp_path / "a run"
-        process = start("train", *pairs, *SMALLEST, *ENDLESS, "--out", run)
-        said = interrupt(process, number, (run / "state.safetensors").exists)
-        assert f"continue with: transferry train --out '{run}' --resume\n" in said
-        # Without the files on the command line; the end is reported anew.
-        result = call("train", "--out", run, "--resume", "--max-steps", "1", "--quiet")
-        assert result.exit_code == 0, result.stderr
-        assert (run / "model.safetensors").exists()
 
-    def test_a_training_that_never_began_leaves_nothing(
-        self, tmp_path: Path, number: signal.Signals
-    ) -> None:
-        pipe, run = tmp_path / "pairs.tsv", tmp_path / "run"
-        os.mkfifo(pipe)
-        process = start("train", "--pairs", pipe, "--valid-pairs", pipe, *SMALLEST, "--out", run)
-        said = interrupt(process, number, (run / "settings.toml").exists)
-        assert "interrupted" in said
-        assert "--resume" not in said
-        assert list(tmp_path.iterdir()) == [pipe]
+@signals
+def test_an_interrupted_run_leaves_nothing(
+    bundle_folder: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    process = start("run", bundle_folder, "-", "-o", tmp_path / "answers.jsonl")
+    assert process.stdin is not None
+    process.stdin.write(b"seven\neight\n")
+    process.stdin.flush()
+    said = interrupt(process, number, (tmp_path / "answers.jsonl.job").exists)
+    assert said.strip() == "interrupted"
+    assert list(tmp_path.iterdir()) == []
+
+
+@signals
+def test_an_interrupted_training_tells_how_to_continue(
+    pairs: list[str], tmp_path: Path, number: signal.Signals
+) -> None:
+    run = tmp_path / "a run"
+    process = start("train", *pairs, *SMALLEST, *ENDLESS, "--out", run)
+    said = interrupt(process, number, (run / "state.safetensors").exists)
+    assert f"continue with: transferry train --out '{run}' --resume\n" in said
+    # Without the files on the command line; the end is reported anew.
+    done("train", "--out", run, "--resume", "--max-steps", "1", "--quiet")
+    assert (run / "model.safetensors").exists()
+
+
+@signals
+def test_a_training_that_never_began_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    pipe, run = tmp_path / "pairs.tsv", tmp_path / "run"
+    os.mkfifo(pipe)
+    process = start("train", "--pairs", pipe, "--valid-pairs", pipe, *SMALLEST, "--out", run)
+    said = interrupt(process, number, (run / "settings.toml").exists)
+    assert "interrupted" in said
+    assert "--resume" not in said
+    assert list(tmp_path.iterdir()) == [pipe]
 
 
 def run_without(modules: tuple[str, ...], *commands: list[str]) -> subprocess.CompletedProcess[str]:
@@ -164,7 +167,7 @@ def test_a_host_without_torch_says_what_to_install(
 
 
 def test_a_host_without_torch_runs_and_verifies(bundle_folder: Path, lines: Path) -> None:
-    absent = ("torch", "onnx", "onnxscript", "safetensors", "tokenizers")
+    absent = ("torch", "onnx", "onnxscript", "safetensors", "tokenizers", "sentencepiece")
     commands = [["verify", str(bundle_folder)], ["run", str(bundle_folder), str(lines), "--quiet"]]
     done = run_without(absent, *commands)
     assert (done.returncode, done.stderr) == (0, "")

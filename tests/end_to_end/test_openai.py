@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.commands import call
+from tests.commands import call, done
 from transferry import Engine
 from transferry.runtime.jobs.formats.openai_batch import (
     NEUTRAL,
@@ -259,7 +259,7 @@ def test_jobs_are_resumed_and_parted(writer: Engine, tmp_path: Path) -> None:
     table = tmp_path / "single.csv"
     rows = lines(TEXT, *[asked("the cat", max_tokens=3, **each) for each in settings])
     (tmp_path / "in.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    assert call(*run, "-o", table).exit_code == 0
+    done(*run, "-o", table)
     with table.open(newline="") as file:
         listed = [row["n_best"] and len(json.loads(row["n_best"])) for row in csv.DictReader(file)]
     assert listed == ["", "", 2]
