@@ -59,13 +59,7 @@ PROJECT_IMPORTS: dict[str, tuple[str, ...]] = {
 ROOMS = {
     "runtime": (
         *(
-            "errors",
-            "installation",
-            "stopping",
-            "hardware",
-            "precision",
-            "io",
-            "settings",
+            *("errors", "installation", "stopping", "hardware", "precision", "io", "settings"),
             "tables",
         ),
         *("tokenizer", "decoding", "bundle", "ort", "doctor", "proof", "engine", "page", "jobs"),
@@ -79,7 +73,7 @@ ROOMS = {
 }
 STANDARD_LIBRARY = frozenset(sys.stdlib_module_names)
 RUNTIME_LIBRARIES = STANDARD_LIBRARY | {
-    *("filelock", "msgspec", "numpy", "onnxruntime", "tiktoken", "tqdm"),
+    *("filelock", "msgspec", "numpy", "onnxruntime", "tiktoken", "tqdm")
 }
 # Optional libraries of parts of the runtime.
 OPTIONAL_LIBRARIES = {
@@ -213,45 +207,45 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     assert not left, "these import each other"
 
 
+ENGINE = "runtime/engine/engine.py"
+LOOP = "build_model/train/loop.py"
+IMPORTER = "build_model/importing/huggingface/a.py"
+TRACE = "export/trace/portable.py"
+PAIRS = "runtime/tokenizer/byte_pair.py"
+THIRD = "runtime/tokenizer/third_party.py"
+
+
 @pytest.mark.parametrize(
     ("place", "line", "breach"),
     [
-        ("runtime/engine/engine.py", "import torch", "imports torch"),
-        ("runtime/engine/engine.py", "def f():\n    import onnxruntime", "imports onnxruntime"),
+        (ENGINE, "import torch", "imports torch"),
+        (ENGINE, "def f():\n    import onnxruntime", "imports onnxruntime"),
         ("export/bundle.py", "from onnxruntime import capi", "imports onnxruntime"),
-        ("runtime/engine/engine.py", "def f():\n    import onnx.helper", "imports onnx"),
-        ("runtime/engine/engine.py", "import click", "imports click"),
-        ("runtime/engine/engine.py", "from transferry.export import graphs", "transferry.export"),
-        ("runtime/engine/engine.py", "import transferry.build_model.model.config", "build_model"),
-        ("runtime/engine/engine.py", "from transferry import cli", "imports transferry.cli"),
-        ("runtime/engine/engine.py", "from .errors import InputError", "relative import"),
-        ("runtime/engine/engine.py", "from runtime.errors import InputError", "bare name"),
-        ("runtime/engine/engine.py", "from transferry.runtime.jobs import job", "runtime.jobs"),
-        ("runtime/engine/engine.py", "from transferry.runtime import Engine", "runtime"),
+        (ENGINE, "def f():\n    import onnx.helper", "imports onnx"),
+        (ENGINE, "import click", "imports click"),
+        (ENGINE, "from transferry.export import graphs", "transferry.export"),
+        (ENGINE, "import transferry.build_model.model.config", "build_model"),
+        (ENGINE, "from transferry import cli", "imports transferry.cli"),
+        (ENGINE, "from .errors import InputError", "relative import"),
+        (ENGINE, "from runtime.errors import InputError", "bare name"),
+        (ENGINE, "from transferry.runtime.jobs import job", "runtime.jobs"),
+        (ENGINE, "from transferry.runtime import Engine", "runtime"),
         ("runtime/decoding/search.py", "import transferry.runtime.bundle.bundle", "runtime.bundle"),
         ("runtime/jobs/job.py", "from transferry.runtime.console import progress", "console"),
         ("runtime/console/progress.py", "import numpy", "imports numpy"),
-        ("runtime/tokenizer/byte_pair.py", "import onnxruntime", "imports onnxruntime"),
-        ("runtime/tokenizer/byte_pair.py", "import tokenizers", "imports tokenizers"),
-        ("runtime/tokenizer/third_party.py", "import onnxruntime", "imports onnxruntime"),
-        ("runtime/tokenizer/byte_pair.py", "from transferry.runtime import engine", "engine"),
-        (
-            "build_model/importing/huggingface/a.py",
-            "from transferry.runtime.bundle.bundle import B",
-            "bundle",
-        ),
-        ("build_model/train/loop.py", "from transferry.runtime.engine.engine import E", "engine"),
-        ("build_model/train/loop.py", "from transferry.runtime import engine", "runtime.engine"),
-        (
-            "build_model/train/loop.py",
-            "from transferry import runtime",
-            "imports transferry.runtime",
-        ),
-        ("build_model/train/loop.py", "from transferry.export import graphs", "transferry.export"),
-        ("build_model/train/loop.py", "import onnxruntime as ort", "imports onnxruntime"),
-        ("export/trace/portable.py", "from transferry.cli import main", "transferry.cli"),
-        ("export/trace/portable.py", "from transferry.export import bundle", "export.bundle"),
-        ("export/trace/portable.py", "import click", "imports click"),
+        (PAIRS, "import onnxruntime", "imports onnxruntime"),
+        (PAIRS, "import tokenizers", "imports tokenizers"),
+        (THIRD, "import onnxruntime", "imports onnxruntime"),
+        (PAIRS, "from transferry.runtime import engine", "engine"),
+        (IMPORTER, "from transferry.runtime.bundle.bundle import B", "bundle"),
+        (LOOP, "from transferry.runtime.engine.engine import E", "engine"),
+        (LOOP, "from transferry.runtime import engine", "runtime.engine"),
+        (LOOP, "from transferry import runtime", "imports transferry.runtime"),
+        (LOOP, "from transferry.export import graphs", "transferry.export"),
+        (LOOP, "import onnxruntime as ort", "imports onnxruntime"),
+        (TRACE, "from transferry.cli import main", "transferry.cli"),
+        (TRACE, "from transferry.export import bundle", "export.bundle"),
+        (TRACE, "import click", "imports click"),
         ("__init__.py", "import numpy", "imports numpy"),
         ("__init__.py", "from transferry.export import verify", "transferry.export"),
         ("cli.py", "import numpy", "imports numpy"),
@@ -270,23 +264,17 @@ def test_a_planted_breach_is_caught(tmp_path: Path, place: str, line: str, breac
     [
         ("cli.py", "import click\nfrom transferry.runtime.console import progress"),
         ("cli.py", "def run():\n    from transferry.export.trace.portable import export"),
-        ("export/trace/portable.py", "import onnx, torch\nimport transferry.runtime.engine"),
-        ("export/trace/portable.py", "from transferry.build_model.train.loop import train"),
+        (TRACE, "import onnx, torch\nimport transferry.runtime.engine"),
+        (TRACE, "from transferry.build_model.train.loop import train"),
         ("export/bundle.py", "from transferry.export.trace import portable"),
-        ("build_model/train/loop.py", "import torch\nfrom transferry.runtime import errors, io"),
-        (
-            "build_model/train/loop.py",
-            "from transferry.runtime.tokenizer.byte_pair import Tokenizer",
-        ),
-        (
-            "build_model/importing/huggingface/a.py",
-            "from transferry.runtime.tokenizer import third_party",
-        ),
+        (LOOP, "import torch\nfrom transferry.runtime import errors, io"),
+        (LOOP, "from transferry.runtime.tokenizer.byte_pair import Tokenizer"),
+        (IMPORTER, "from transferry.runtime.tokenizer import third_party"),
         ("runtime/console/progress.py", "import click\nfrom transferry.runtime.jobs import job"),
-        ("runtime/tokenizer/third_party.py", "import tokenizers, sentencepiece"),
+        (THIRD, "import tokenizers, sentencepiece"),
         ("runtime/ort/session.py", "import onnxruntime\nfrom transferry.runtime import errors"),
         ("runtime/jobs/job.py", "from transferry.runtime.engine.engine import Engine"),
-        ("runtime/tokenizer/byte_pair.py", "import json\nfrom transferry.runtime import io"),
+        (PAIRS, "import json\nfrom transferry.runtime import io"),
     ],
 )
 def test_what_is_allowed_passes(tmp_path: Path, place: str, line: str) -> None:
@@ -296,16 +284,11 @@ def test_what_is_allowed_passes(tmp_path: Path, place: str, line: str) -> None:
 
 def plant(root: Path, place: str, line: str) -> None:
     modules = (
-        *(
-            "__init__.py",
-            "cli.py",
-            "build_model/train/loop.py",
-            "build_model/importing/huggingface/a.py",
-        ),
-        *("export/trace/portable.py", "export/bundle.py", "runtime/bundle/bundle.py"),
-        *("runtime/errors.py", "runtime/io/lines.py", "runtime/tokenizer/byte_pair.py"),
-        *("runtime/tokenizer/third_party.py", "runtime/decoding/search.py"),
-        *("runtime/ort/session.py", "runtime/engine/engine.py", "runtime/jobs/job.py"),
+        *(*("__init__.py", "cli.py", LOOP), IMPORTER),
+        *(TRACE, "export/bundle.py", "runtime/bundle/bundle.py"),
+        *("runtime/errors.py", "runtime/io/lines.py", PAIRS),
+        *(THIRD, "runtime/decoding/search.py"),
+        *("runtime/ort/session.py", ENGINE, "runtime/jobs/job.py"),
         "runtime/console/progress.py",
     )
     for module in modules:

@@ -263,10 +263,7 @@ def test_each_cell_of_the_table_of_runtimes_names_its_test() -> None:
     [
         ('[x](tests/runtime/ort/test_cuda.py "test_cuda_passes_the_recorded_reference")', True),
         ('[x](tests/runtime/ort/test_cuda.py "test_what_is_not_there")', False),
-        (
-            '[x](tests/runtime/ort/no_test.py "test_cuda_passes_the_recorded_reference")',
-            False,
-        ),
+        ('[x](tests/runtime/ort/no_test.py "test_cuda_passes_the_recorded_reference")', False),
         ('[x](tests/runtime/engine/tasks/test_embed.py "test_vectors")', False),
         ("x", False),
     ],

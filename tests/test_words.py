@@ -152,28 +152,17 @@ def test_text_names_things(place: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "What became of a row.",
-        "Which of them is served.",
-        "The labels, of which the first counts.",
-        "Differs from what the graph declares.",
-        "Returns what was rounded.",
-        "Mistakes in what a bundle declares, and what the run has",
-        "There are none.",
-        "A folder of files, none of them read.",
-        "Declared types: 2 of 2 so",
-        "Each shows that it is so.",
-        "Threads of a session; 0 means not.",
-        "What the bundle says of itself: 7 of 7",
-        "The path is said.",
-        "A file that is read as such.",
-        "The cache is twice as large as that of int8.",
-        "The latter is served.",
-        "Rows that fell otherwise in a batch.",
+        *("What became of a row.", "Which of them is served."),
+        *("The labels, of which the first counts.", "Differs from what the graph declares."),
+        *("Returns what was rounded.", "Mistakes in what a bundle declares, and what the run has"),
+        *("There are none.", "A folder of files, none of them read.", "Declared types: 2 of 2 so"),
+        *("Each shows that it is so.", "Threads of a session; 0 means not."),
+        *("What the bundle says of itself: 7 of 7", "The path is said."),
+        *("A file that is read as such.", "The cache is twice as large as that of int8."),
+        *("The latter is served.", "Rows that fell otherwise in a batch."),
         "Text where a sentence\nis longer than what\nthe graph reads.",
-        "In order to open it, the the file is read.",
-        "A very large file.",
-        "There is no weight that fits.",
-        "Utilises various kernels.",
+        *("In order to open it, the the file is read.", "A very large file."),
+        *("There is no weight that fits.", "Utilises various kernels."),
     ],
 )
 def test_a_pattern_is_found(text: str) -> None:
@@ -183,11 +172,9 @@ def test_a_pattern_is_found(text: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "What does a step cost?",
-        "The message tells users what to do.",
+        *("What does a step cost?", "The message tells users what to do."),
         "The result is None if the graph has no such input, so that callers can tell.",
-        "Scores are equal, so one search drives both sides.",
-        "`of which` in code is a name.",
+        *("Scores are equal, so one search drives both sides.", "`of which` in code is a name."),
     ],
 )
 def test_good_text_passes(text: str) -> None:

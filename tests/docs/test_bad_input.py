@@ -4,6 +4,7 @@ Each command runs in a folder with a bundle, its checkpoint, input lines and tra
 function registered for the row spoils the file in question.
 """
 
+import base64
 import gzip
 import json
 import math
@@ -20,8 +21,10 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from cryptography.hazmat.primitives.asymmetric import ec
 
 from tests.fuzz.models import gpt2
+from tests.runtime.proof.certified import change_byte, remake_manifest
 from tests.runtime.proof.keys import key_files, pem
 from transferry.cli import main
 from transferry.runtime.doctor import check_cuda
@@ -236,10 +239,15 @@ def truncated(name: str) -> Spoiler:
 SPOILERS: dict[str, Spoiler] = {
     **dict.fromkeys(UNCHANGED, lambda place: None),
     "truncated bundle file": truncated("bundle/portable/weights.bin"),
+    "changed bundle file": lambda place: change_byte(place / "bundle/portable/decoder.onnx", 999),
     "missing tokenizer": removed("bundle/tokenizer.json"),
     "wrong format version": with_keys("bundle/manifest.json", format=99),
     "bundle with a file of somebody else": written("bundle/notes.txt", "dear to somebody\n"),
     "certificate that cannot be written": written("bundle/certificates", "not a folder\n"),
+    "key that cannot sign": lambda place: other_key(place, ec.SECP384R1()),
+    "encrypted key without its passphrase": lambda place: other_key(
+        place, ec.SECP256R1(), b"a passphrase"
+    ),
     "empty input file": written("lines.txt", ""),
     "invalid UTF-8": written("lines.txt", b"five\nsix\xff\nninety\n"),
     "truncated gzip file": written("lines.txt.gz", gzip.compress(b"five\n" * 100)[:-9]),
@@ -309,14 +317,6 @@ SPOILERS: dict[str, Spoiler] = {
 def need_full_device() -> None:
     if not Path("/dev/full").exists():
         pytest.skip("only Linux has /dev/full")
-
-
-@spoils("changed bundle file")
-def change_byte(place: Path) -> None:
-    path = place / "bundle" / "portable" / "decoder.onnx"
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
 
 
 def interrupt(place: Path) -> None:
@@ -432,47 +432,24 @@ def certify_signed(place: Path) -> None:
 
 @spoils("signed certificate that was changed")
 def change_signed(place: Path) -> None:
-    from transferry.runtime.proof.certificates.envelope import Envelope
-
     path = certify(place, "--sign", str(key_files(place)[0]))
-    envelope = Envelope.parse(path.read_bytes())
-    changed = Envelope.seal(envelope.payload.replace(b"2026-11-21", b"2026-11-20"))
-    assert changed.payload != envelope.payload
-    record = json.loads(changed.content)
-    signatures = json.loads(envelope.content)["dsseEnvelope"]["signatures"]
-    record["dsseEnvelope"]["signatures"] = signatures
+    record = json.loads(path.read_bytes())
+    payload = base64.b64decode(record["dsseEnvelope"]["payload"])
+    changed = payload.replace(b"2026-11-21", b"2026-11-20")
+    assert changed != payload
+    record["dsseEnvelope"]["payload"] = base64.b64encode(changed).decode()
     path.write_text(json.dumps(record), encoding="utf-8")
 
 
-@spoils("key that cannot sign")
-def make_unfit_key(place: Path) -> None:
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    (place / "other.key").write_bytes(pem(ec.derive_private_key(7, ec.SECP384R1())))
-
-
-@spoils("encrypted key without its passphrase")
-def make_encrypted_key(place: Path) -> None:
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    key = ec.derive_private_key(7, ec.SECP256R1())
-    (place / "other.key").write_bytes(pem(key, b"a passphrase"))
+def other_key(place: Path, curve: ec.EllipticCurve, passphrase: bytes = b"") -> None:
+    (place / "other.key").write_bytes(pem(ec.derive_private_key(7, curve), passphrase))
 
 
 @spoils("certificate of other files")
 def remake(place: Path) -> None:
-    from transferry.runtime.io.whole import sha256
-
-    path = certify(place)
-    weights = place / "bundle" / "portable" / "weights.bin"
-    content = bytearray(weights.read_bytes())
-    content[-1] ^= 1
-    weights.write_bytes(content)
-    manifest = place / "bundle" / "manifest.json"
-    record = json.loads(manifest.read_bytes())
-    record["files"]["portable/weights.bin"]["sha256"] = sha256(weights)
-    manifest.write_text(json.dumps(record), encoding="utf-8")
-    assert path.exists()
+    certify(place)
+    change_byte(place / "bundle" / "portable" / "weights.bin", -1)
+    remake_manifest(place / "bundle")
 
 
 @spoils("CUDA requested but absent", "TensorRT requested but absent")

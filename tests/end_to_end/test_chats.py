@@ -1,6 +1,5 @@
 """Chats: the ids of transformers, and no token from the texts of a user."""
 
-import json
 from functools import cache
 from typing import Any
 
@@ -185,25 +184,3 @@ def test_chance_is_refused(expression: str) -> None:
     # A user may write the same.
     said = {"role": "user", "content": "<object at 0x7f0012345678>"}
     assert ChatTemplate("{{ messages }}", {}, {}).render([said]) == [str([said])]
-
-
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "took"),
-        ("{{ 'x' * 10 ** 10 }}", "MemoryError"),
-        ("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "RecursionError"),
-        ("{{ messages[0].content.encode('ascii') }}", "UnicodeEncodeError"),
-        ("{{ messages[0]['absent'].x }}", "UndefinedError"),
-    ],
-)
-def test_an_error_of_a_template_is_the_row_s(source: str, message: str) -> None:
-    template = ChatTemplate(source, {}, {})
-    template._renderer._seconds = 1
-    with pytest.raises(ChatError, match=message):
-        template.render([USER])
-    deep: Any = "x"
-    for _ in range(3000):
-        deep = [deep]
-    with pytest.raises(ChatError):
-        template.render([{"role": "user", "content": json.loads(json.dumps("x")), "k": deep}])

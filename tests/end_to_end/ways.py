@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -149,13 +149,11 @@ class Score(Way):
 class Encode(Way):
     """An encoder, by the class of its head."""
 
-    @classmethod
-    def suffix(cls) -> str:
-        return "Model"
+    SUFFIX: ClassVar = "Model"
 
     @cached_property
     def model(self) -> Any:
-        name = f"Bert{self.suffix()}"
+        name = f"Bert{self.SUFFIX}"
         return float64(getattr(transformers, name), self.folder)
 
     @torch.inference_mode()
@@ -192,14 +190,12 @@ class Classify(Encode):
 
     LABELS = ("good", "bad", "neither")
 
-    @classmethod
-    def suffix(cls) -> str:
-        return "ForSequenceClassification"
+    SUFFIX: ClassVar = "ForSequenceClassification"
 
     @classmethod
     def make(cls, folder: Path) -> None:
         named = dict(enumerate(cls.LABELS))
-        Theirs("bert", 0, folder, cls.suffix(), num_labels=3, id2label=named)
+        Theirs("bert", 0, folder, cls.SUFFIX, num_labels=3, id2label=named)
         with edited(folder) as tensors:  # scores down to 1e-11
             tensors["classifier.bias"] = torch.tensor([0.0, -9.0, -25.0])
 
@@ -226,7 +222,7 @@ class Rank(Classify):
 
     @classmethod
     def make(cls, folder: Path) -> None:
-        Theirs("bert", 0, folder, cls.suffix(), num_labels=1)
+        Theirs("bert", 0, folder, cls.SUFFIX, num_labels=1)
         with edited(folder) as tensors:  # scores around 1e-9
             tensors["classifier.bias"] = torch.tensor([-20.0])
 
@@ -246,13 +242,11 @@ class Rank(Classify):
 class Tag(Encode):
     """Labels of tokens."""
 
-    @classmethod
-    def suffix(cls) -> str:
-        return "ForTokenClassification"
+    SUFFIX: ClassVar = "ForTokenClassification"
 
     @classmethod
     def make(cls, folder: Path) -> None:
-        Theirs("bert", 0, folder, cls.suffix(), num_labels=3)
+        Theirs("bert", 0, folder, cls.SUFFIX, num_labels=3)
 
     def answer(self, text: str) -> Answer:
         _, found = self.output(text)
@@ -279,13 +273,11 @@ class Tag(Encode):
 class FillMask(Encode):
     """The likeliest tokens for a mask behind the text."""
 
-    @classmethod
-    def suffix(cls) -> str:
-        return "ForMaskedLM"
+    SUFFIX: ClassVar = "ForMaskedLM"
 
     @classmethod
     def make(cls, folder: Path) -> None:
-        Theirs("bert", 0, folder, cls.suffix())
+        Theirs("bert", 0, folder, cls.SUFFIX)
 
     def text(self, text: str) -> str:
         return f"{text} [MASK]"

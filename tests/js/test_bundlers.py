@@ -162,9 +162,7 @@ def test_a_tokenizer_alone_brings_no_onnxruntime(app: Path, tmp_path: Path) -> N
 
 @pytest.mark.optional("npm", "node", "typescript")
 @pytest.mark.parametrize(
-    "resolution",
-    [("nodenext", "nodenext"), ("esnext", "bundler")],
-    ids=["nodenext", "bundler"],
+    "resolution", [("nodenext", "nodenext"), ("esnext", "bundler")], ids=["nodenext", "bundler"]
 )
 def test_types_resolve(app: Path, resolution: tuple[str, str]) -> None:
     module, kind = resolution

@@ -55,10 +55,7 @@ def compared(tmp_path: Path, answers: list[dict[str, Any]]) -> set[str]:
 
 @pytest.mark.optional("node", "onnxruntime-node", "sentencex-wasm")
 def test_generated_records(
-    tmp_path: Path,
-    bundle_folder: Path,
-    writer_bundle_folder: Path,
-    weight_only_bundle_folder: Path,
+    tmp_path: Path, bundle_folder: Path, writer_bundle_folder: Path, weight_only_bundle_folder: Path
 ) -> None:
     answers = [
         answers_of(folder, "generate", {"max_length": 8, **options}, [*TEXTS, *LINES])

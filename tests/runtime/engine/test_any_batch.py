@@ -152,11 +152,11 @@ def test_a_result_is_the_same_alone_and_in_any_batch(
         assert not different, (batches, replicas, count)
 
 
-@pytest.mark.parametrize("name", ["mean", "masks", "pairs"])
+@pytest.mark.parametrize("name", ["greedy", "beam", "sampling", "mean", "masks", "pairs"])
 def test_a_row_with_nan_is_an_error_and_no_other(
     name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first row of the batch, which is the longest; test_engine.py does the same for search."""
+    """The first row of the batch, which is the longest, at the first step of a search."""
     case = CASES[name]
     engine = Engine.load(request.getfixturevalue(case.bundle), replicas=1)
     rows = [row for row in case.rows if not next(case.ask(engine, [row], 0)).error][:8]
@@ -166,10 +166,12 @@ def test_a_row_with_nan_is_an_error_and_no_other(
     kind = "encode" if isinstance(engine.model, EncoderModel) else "step"
     compute = getattr(engine.model, kind)
 
-    def overflow(*arguments: Any) -> Any:
-        found = compute(*arguments)
+    def overflow(*arguments: Any, **named: Any) -> Any:
+        monkeypatch.setattr(engine.model, kind, compute)
+        found = compute(*arguments, **named)
         for logits in found.values() if kind == "encode" else [found[0].all_logits]:
-            logits[0, -1 if name == "mean" else slice(None)] = np.nan
+            first = 2 if name == "sampling" else 1
+            logits[:first, -1 if name == "mean" else slice(None)] = np.nan
         return found
 
     monkeypatch.setattr(engine.model, kind, overflow)

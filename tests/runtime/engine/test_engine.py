@@ -11,13 +11,11 @@ from typing import Any
 import numpy as np
 import pyarrow
 import pytest
-from numpy.typing import NDArray
 
 from tests.runtime.engine.searches import BEAM, GREEDY, SAMPLING, SEARCHES, Tokens
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.specs import Variant
 from transferry.runtime.decoding.batching import BatchOptions
-from transferry.runtime.decoding.decoder import StepOutput
 from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.decoding.hypothesis import FinishReason
 from transferry.runtime.decoding.search import search
@@ -29,24 +27,8 @@ from transferry.runtime.engine.tasks.score import score
 from transferry.runtime.errors import UsageError
 from transferry.runtime.hardware import usable_cores
 from transferry.runtime.io.lines import read_lines
-from transferry.runtime.ort.portable_decoder import PortableDecoder, PortableState
+from transferry.runtime.ort.portable_decoder import PortableDecoder
 from transferry.runtime.ort.session import SessionOptions
-
-
-@pytest.fixture
-def read(monkeypatch: pytest.MonkeyPatch) -> list[Tokens]:
-    """The sources that a decoder has read."""
-    sources: list[Tokens] = []
-    start = PortableDecoder.start
-
-    def watched(
-        self: PortableDecoder, source: NDArray[np.int64], mask: NDArray[np.bool_]
-    ) -> PortableState:
-        sources.extend(tuple(row[real].tolist()) for row, real in zip(source, mask, strict=True))
-        return start(self, source, mask)
-
-    monkeypatch.setattr(PortableDecoder, "start", watched)
-    return sources
 
 
 def answers(results: Sequence[GenerationResult]) -> list[list[Tokens]]:
@@ -71,25 +53,6 @@ def test_a_result_is_what_the_search_finds(
             reasons.add(found.finish_reason)
     assert reasons == {"end", "length"}
     assert len(results[0].hypotheses) == options.n_best
-
-
-@pytest.mark.parametrize("options", [GREEDY, BEAM], ids=["greedy", "beam"])
-def test_equal_texts_of_a_window_are_read_once(
-    engine: Engine, read: list[Tokens], texts: list[str], options: GenerationOptions
-) -> None:
-    repeated = [*texts[:5], *texts[3:8], "", *texts[:2], "", *texts[:3]]
-    results = list(engine.generate([RowError("no-text", "no text"), *repeated], options))
-    assert len(read) == len(set(read)) == 8, "errors never reach the model"
-    expected = {text: next(engine.generate([text], options)) for text in repeated}
-    assert results[1:] == [expected[text] for text in repeated]
-
-
-def test_equal_texts_are_sampled_each_for_itself(
-    engine: Engine, read: list[Tokens], texts: list[str]
-) -> None:
-    results = list(engine.generate([texts[9]] * 8, SAMPLING))
-    assert len(read) == 8
-    assert len({found.tokens for result in results for found in result.hypotheses}) > 8
 
 
 def test_answers_without_scores_are_the_same(engine: Engine, texts: list[str]) -> None:
@@ -253,59 +216,9 @@ def test_what_cannot_be_joined_is_not_split(engine: Engine, writer_bundle_folder
         Engine.load(writer_bundle_folder).generate([], GREEDY, long_rows="split")
 
 
-def test_a_row_may_fill_every_position(bundle: Bundle, engine: Engine) -> None:
-    text = "a"
-    while len(bundle.tokenizer.encode(text)) < 63:
-        text += " q"
-    fits, longer = engine.generate([text, text + " q"], GREEDY)
-    assert (fits.source_tokens, fits.error) == (64, None)
-    assert longer.source_tokens > 64
-    assert longer.error is not None
-    assert longer.error.kind == "too-long"
-
-
 def test_no_rows_in_no_rows_out(engine: Engine) -> None:
     assert list(engine.generate([], GREEDY)) == []
     assert len(list(engine.generate(["", ""], GREEDY))) == 2
-
-
-class Overflowing(PortableDecoder):
-    """Gives NaN or infinity for sources of one length, from the second target token on."""
-
-    def __init__(self, bundle: Bundle, length: int, value: float) -> None:
-        super().__init__(bundle, bundle.variant(), SessionOptions())
-        self.length, self.value = length, value
-
-    def step(
-        self, tokens: NDArray[np.int64], state: PortableState, **wanted: Any
-    ) -> tuple[StepOutput, PortableState]:
-        output, after = super().step(tokens, state)
-        if state.past[0].shape()[2]:
-            output.all_logits[state.host_mask.sum(axis=1) == self.length] = self.value
-        return output, after
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-@SEARCHES
-def test_nan_is_never_an_answer(
-    engine: Engine, texts: list[str], options: GenerationOptions, value: float
-) -> None:
-    expected = list(engine.generate(texts, options))
-    # An answer that is complete after one token never sees the overflow.
-    length = next(
-        result.source_tokens
-        for result in expected
-        if result.source_tokens > 5 and min(len(one.tokens) for one in result.hypotheses) > 1
-    )
-    decoder = Overflowing(engine.bundle, length, value)
-    results = list(Engine(engine.bundle, decoder).generate(texts, options))
-    failed = [result for result in results if result.error]
-    assert {result.source_tokens for result in failed} == {length}
-    for result, wanted in zip(results, expected, strict=True):
-        if result.error is not None:
-            assert (result.error.kind, result.hypotheses) == ("not-finite", ())
-        elif result.source_tokens != length:
-            assert result == wanted
 
 
 def test_an_endless_stream_is_read_two_windows_ahead(bundle_folder: Path, texts: list[str]) -> None:
@@ -324,12 +237,6 @@ def test_an_endless_stream_is_read_two_windows_ahead(bundle_folder: Path, texts:
         assert next(stream).source == text
         assert read <= (given // window + 2) * window
     stream.close()
-
-
-def test_more_positions_than_the_model_has_are_refused_at_once(engine: Engine) -> None:
-    with pytest.raises(UsageError, match="max_length is 65, but the model has 64 positions"):
-        engine.generate(["a"], GenerationOptions(max_length=65))
-    assert len(list(engine.generate(["a"], GenerationOptions(max_length=64)))) == 1
 
 
 def test_every_device_is_opened(bundle_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,11 +20,13 @@ from transferry.runtime.engine.entities import tags_of
 
 LABELS = ("O", "B-PER", "I-PER", "B-LOC", "I-LOC", "MISC", "X-LOC")
 TEXTS = [
-    "Straße über die Häuser",
-    "hello  world, the cat's 12345 didn't",
-    "日本語 😀 Uber ﬁx",
-    " a",
-    "",
+    *(
+        "Straße über die Häuser",
+        "hello  world, the cat's 12345 didn't",
+        "日本語 😀 Uber ﬁx",
+        " a",
+        "",
+    ),
 ]
 
 

@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tests.runtime.engine.searches import BEAM, SEARCHES
+from tests.runtime.engine.searches import SEARCHES
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.decoding.decoder import StepOutput
 from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.engine.engine import Engine
-from transferry.runtime.errors import InputError
 from transferry.runtime.ort.portable_decoder import PortableDecoder, PortableState
 from transferry.runtime.ort.session import SessionOptions
 
@@ -46,13 +45,6 @@ def test_where_memory_runs_out_the_answers_are_the_same(
     halving = Engine(engine.bundle, scarce, replicas=2, batches=BatchOptions(rows=64, window=30))
     assert list(halving.generate(texts, options)) == list(engine.generate(texts, options))
     assert scarce.failures > 0
-
-
-def test_no_memory_for_a_single_row_is_an_error(bundle: Bundle, texts: list[str]) -> None:
-    with pytest.raises(
-        InputError, match=r"not enough memory for a single row \(no room for 4 rows\)"
-    ):
-        list(Engine(bundle, Scarce(bundle, 3)).generate(texts, BEAM))
 
 
 def test_where_onnxruntime_has_no_more_memory_the_answers_are_the_same(

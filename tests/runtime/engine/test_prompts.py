@@ -48,16 +48,6 @@ def test_ids_are_answered_as_the_text_is(engine: Engine) -> None:
     assert wanted[0].text
 
 
-def test_messages_are_answered_as_their_ids_are(engine: Engine) -> None:
-    system = {"role": "system", "content": "be <e> brief"}
-    chats = [[USER], [system, USER], (USER, {"role": "assistant", "content": "x"}, USER)]
-    ids = [engine.bundle.tokenizer.encode_chat(chat) for chat in chats]
-    assert [row.count(engine.bundle.tokenizer.special.eos_id) for row in ids] == [1, 2, 3]
-    found, wanted = [*answers(engine, chats)], [*answers(engine, ids)]
-    assert [row.hypotheses for row in found] == [row.hypotheses for row in wanted]
-    assert json.loads(found[1].source) == chats[1]
-
-
 def test_what_cannot_be_answered_is_an_error_of_its_row(engine: Engine) -> None:
     size = engine.bundle.tokenizer.vocabulary_size
     long = [USER] * engine.max_positions

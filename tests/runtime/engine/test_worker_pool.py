@@ -13,13 +13,7 @@ import pytest
 from tests.commands import PATIENCE
 from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.engine.preprocess import WorkItem
-from transferry.runtime.engine.worker_pool import (
-    Take,
-    Worker,
-    WorkQueue,
-    batch_worker,
-    in_order,
-)
+from transferry.runtime.engine.worker_pool import Take, Worker, WorkQueue, batch_worker, in_order
 from transferry.runtime.errors import InputError
 
 
@@ -129,43 +123,6 @@ def test_a_worker_has_rows_of_the_next_window_before_it_gives_up_those_of_the_la
 
     assert list(run(items, worker=worker)) == names(items)
     assert set(fewest) == {4}
-
-
-def test_what_is_there_twice_is_computed_once() -> None:
-    seen = []
-
-    def compute(batch: list[int]) -> list[str]:
-        seen.extend(batch)
-        return names(batch)
-
-    def once(items: list[int]) -> list[WorkItem[int] | str]:
-        known = {item: WorkItem(item, 1) for item in items}
-        return [known[item] for item in items]
-
-    items = [1, 2, 1, 1, 3, 3, 4, 3]
-    found = list(in_order(items, once, [batch_worker(compute)], 2, BatchOptions(window=5)))
-    assert found == names(items)
-    assert sorted(seen) == [1, 2, 3, 3, 4]
-
-
-@pytest.mark.parametrize("replicas", [1, 3])
-@pytest.mark.parametrize("most", [1, 3, 7])
-def test_where_memory_runs_out_half_as_much_is_computed_at_once(most: int, replicas: int) -> None:
-    sizes, computed = [], []
-
-    def compute(batch: list[int]) -> list[str]:
-        sizes.append(len(batch))
-        if len(batch) > most:
-            raise MemoryError("no room")
-        computed.extend(batch)
-        return names(batch)
-
-    found = list(run(range(200), compute, rows=32, window=50, replicas=replicas))
-    assert found == names(list(range(200)))
-    assert sorted(computed) == list(range(200)), "each once"
-    failed = [size for size in sizes if size > most]
-    # 32, 16, 8, ... until it fits, once a replica, or fewer where fewer were waiting.
-    assert 1 <= len(failed) <= 5 * replicas
 
 
 def test_what_ran_out_of_memory_is_computed_before_all_else() -> None:
@@ -303,19 +260,6 @@ def test_the_last_rows_are_shared_out() -> None:
     assert taken == [50, 50, 34, 22, 16, 7, 16, 5]
     queue.put([WorkItem(row, 1) for row in range(300)])
     assert len(queue.take(100)) == 100
-
-
-def test_nothing_is_handed_out_once_nobody_wants_more() -> None:
-    queue = WorkQueue[int, str](100)
-    queue.put([WorkItem(1, 1), WorkItem(2, 2)])
-    queue.stop()
-    assert queue.take(9) == []
-
-
-def test_workers_that_wait_are_stopped_too() -> None:
-    idle = run([1], replicas=3)
-    assert next(idle) == "1"
-    idle.close()  # type: ignore[attr-defined]
 
 
 def test_a_program_may_end_without_closing_its_stream() -> None:

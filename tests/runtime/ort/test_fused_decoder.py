@@ -160,12 +160,3 @@ def test_padding_beyond_the_longest_source_changes_nothing(decoder: FusedDecoder
     expected, _ = fed(decoder, TARGET[:, :3], decoder.start(source, mask))
     found, _ = fed(decoder, TARGET[:, :3], decoder.start(*wide))
     assert np.array_equal(found, expected)
-
-
-def test_describes_what_decides_the_numbers(decoder: FusedDecoder) -> None:
-    found = decoder.describe()
-    assert found["variant"] == "cpu-fp32"
-    (nodes,) = found["nodes"]
-    name, count = nodes.split()
-    assert name == "CPUExecutionProvider"
-    assert int(count) > 20

@@ -4,11 +4,11 @@ import dataclasses
 from typing import Any
 
 import numpy as np
-import onnx
+import onnx.parser
 import onnxruntime
 import pytest
 from numpy.typing import NDArray
-from onnx import TensorProto, helper, numpy_helper
+from onnx import numpy_helper
 
 from transferry.export.rewrite.weight_int8 import quantised
 from transferry.runtime.decoding.logits import SEGMENT, SegmentMaxima
@@ -34,34 +34,20 @@ class Projection:
             integers, scales = quantised(weight)
         self.weight, self.bias = weight, bias
         self.screen = ScreenedArgmax(weight, integers, scales, bias)
-        constants: dict[str, NDArray[Any]] = {
-            "w": integers.T.copy(),
-            "w_scale": scales,
-            "w_zero": np.zeros_like(integers[:, 0]),
-        }
-        last = ["b"] if bias is not None else []
-        if bias is not None:
-            constants["b"] = bias
-        names = ["h", "w", "w_scale", "w_zero", *last]
-        nodes = [helper.make_node("DynamicQuantizeMatMul", names, ["q"], domain="com.microsoft")]
-        if not fused:
-            names = ["x", "w", "x_scale", "w_scale", "x_zero", "w_zero", *last]
-            nodes = [
-                helper.make_node("DynamicQuantizeLinear", ["h"], ["x", "x_scale", "x_zero"]),
-                helper.make_node("MatMulIntegerToFloat", names, ["q"], domain="com.microsoft"),
-            ]
-        graph = helper.make_graph(
-            nodes,
-            "projection",
-            [helper.make_tensor_value_info("h", TensorProto.FLOAT, ["rows", weight.shape[1]])],
-            [helper.make_tensor_value_info("q", TensorProto.FLOAT, ["rows", len(weight)])],
-            [numpy_helper.from_array(value, name) for name, value in constants.items()],
-        )
-        model = helper.make_model(
-            graph,
-            opset_imports=[helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)],
-            ir_version=8,
-        )
+        zeros = np.zeros_like(integers[:, 0])
+        constants: dict[str, Any] = {"w": integers.T.copy(), "w_scale": scales, "w_zero": zeros}
+        constants |= {} if bias is None else {"b": bias}
+        last = "" if bias is None else ", b"
+        product = """
+  x, x_scale, x_zero = DynamicQuantizeLinear (h)
+  q = com.microsoft.MatMulIntegerToFloat (x, w, x_scale, w_scale, x_zero, w_zero"""
+        if fused:
+            product = "q = com.microsoft.DynamicQuantizeMatMul (h, w, w_scale, w_zero"
+        model = onnx.parser.parse_model(f"""
+<ir_version: 8, opset_import: ["": 17, "com.microsoft": 1]>
+g (float[rows, {weight.shape[1]}] h) => (float[rows, {len(weight)}] q) {{ {product}{last}) }}""")
+        for name, value in constants.items():
+            model.graph.initializer.append(numpy_helper.from_array(value, name))
         onnx.checker.check_model(model)
         self.session = onnxruntime.InferenceSession(
             model.SerializeToString(), providers=["CPUExecutionProvider"]

@@ -148,10 +148,7 @@ def test_cuda_without_a_driver_is_refused(
     ],
 )
 def test_names_what_the_driver_lacks(
-    working_cuda: pytest.MonkeyPatch,
-    driver: dict[str, int] | None,
-    missing: str,
-    gpu_present: bool,
+    working_cuda: pytest.MonkeyPatch, driver: dict[str, int] | None, missing: str, gpu_present: bool
 ) -> None:
     answer = cuda._Driver(**driver) if driver else None
     working_cuda.setattr(cuda, "_query_driver", lambda: answer)

@@ -10,13 +10,15 @@ from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.manifest import MANIFEST
 from transferry.runtime.bundle.specs import IN_PLACE, CacheSpec
 from transferry.runtime.io.whole import sha256
+from transferry.runtime.ort.open_model import open_model
 from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.proof.certificates.certificate import Certificate
-from transferry.runtime.proof.certificates.envelope import FOLDER
+from transferry.runtime.proof.certificates.envelope import FOLDER, REPORT, Envelope
 from transferry.runtime.proof.certificates.signature import load_private_key
 from transferry.runtime.proof.certificates.stored import certify
 from transferry.runtime.proof.certificates.strength import GRAPHS
 from transferry.runtime.proof.compare import Comparison, Tolerance
+from transferry.runtime.proof.recorded import verify_recorded
 from transferry.runtime.proof.report import Claim, ParityReport
 
 DATE = "2026-11-21"
@@ -53,6 +55,22 @@ def certified(
     found = certify(*given, key=key, force=force)
     assert found is not None
     return found
+
+
+def verified(folder: Path, *, force: bool = False, **options: Any) -> Certificate:
+    """Verifies against the record, and writes the certificate."""
+    bundle, session = Bundle.load(folder), SessionOptions(**options)
+    report = verify_recorded(bundle, open_model(bundle, bundle.variant(), session))
+    found = certify(bundle, bundle.variant(), session, report, DATE, force=force)
+    assert found is not None
+    return found
+
+
+def rewrite(path: Path, **changes: Any) -> None:
+    """Changes fields of an unsigned certificate."""
+    record = json.loads(Envelope.parse(path.read_bytes()).payload)
+    record["predicate"][REPORT] |= changes
+    path.write_bytes(Envelope.seal(json.dumps(record).encode()).content)
 
 
 def file_of(folder: Path) -> Path:

@@ -15,6 +15,8 @@ from tests.runtime.proof.certified import (
     change_byte,
     file_of,
     remake_manifest,
+    rewrite,
+    verified,
     with_variants,
 )
 from transferry.runtime.bundle.bundle import Bundle
@@ -32,7 +34,7 @@ from transferry.runtime.ort.open_model import open_model
 from transferry.runtime.ort.session import Provider, SessionOptions
 from transferry.runtime.proof.certificates import certificate as certificate_module
 from transferry.runtime.proof.certificates.certificate import Cell, Certificate
-from transferry.runtime.proof.certificates.envelope import FOLDER, REPORT, Envelope
+from transferry.runtime.proof.certificates.envelope import FOLDER
 from transferry.runtime.proof.certificates.standing import require_standing, standing
 from transferry.runtime.proof.certificates.stored import certificates, certify, describe
 from transferry.runtime.proof.certificates.strength import GRAPHS, STRENGTHS, Strength
@@ -40,35 +42,6 @@ from transferry.runtime.proof.recorded import verify_recorded
 from transferry.runtime.proof.report import Claim
 
 NO_CERTIFICATE = r"json is not a certificate.*verify the bundle again"
-
-
-def verified(folder: Path, *, force: bool = False, **options: Any) -> Certificate:
-    """Verifies against the record, and writes the certificate."""
-    bundle, session = Bundle.load(folder), SessionOptions(**options)
-    report = verify_recorded(bundle, open_model(bundle, bundle.variant(), session))
-    found = certify(bundle, bundle.variant(), session, report, DATE, force=force)
-    assert found is not None
-    return found
-
-
-@pytest.fixture
-def plain(bundle_folder: Path, tmp_path: Path) -> Path:
-    """A copy of the bundle, not verified."""
-    return Path(shutil.copytree(bundle_folder, tmp_path / "plain"))
-
-
-@pytest.fixture
-def folder(plain: Path) -> Path:
-    """A copy of the bundle, verified."""
-    verified(plain)
-    return plain
-
-
-def rewrite(path: Path, **changes: Any) -> None:
-    """Changes fields of an unsigned certificate."""
-    record = json.loads(Envelope.parse(path.read_bytes()).payload)
-    record["predicate"][REPORT] |= changes
-    path.write_bytes(Envelope.seal(json.dumps(record).encode()).content)
 
 
 def status(folder: Path, **options: Any) -> tuple[str, str]:

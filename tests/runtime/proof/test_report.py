@@ -22,7 +22,7 @@ from transferry.runtime.proof.report import (
     Stage,
     TaskMetric,
 )
-from transferry.runtime.proof.views import report_text, scaled
+from transferry.runtime.proof.views import report_text
 
 TOLERANCE = Tolerance(factor=4.0, floor=1e-6)
 
@@ -228,11 +228,3 @@ def test_counts_of_a_search_add_up() -> None:
         "    graph   ein Kind\n"
         "  greedy: row 1: a tie\n"
     ) in text
-
-
-@pytest.mark.parametrize(
-    ("ratio", "text"),
-    [(0.514, "0.51"), (9.99, "9.99"), (12.4, "12"), (28015.3, "28,000"), (math.inf, "inf")],
-)
-def test_ratios_are_on_a_human_scale(ratio: float, text: str) -> None:
-    assert scaled(ratio) == text

@@ -125,14 +125,6 @@ def test_a_file_without_such_a_key_is_named(tmp_path: Path, name: str) -> None:
     )
 
 
-def test_the_two_keys_are_not_mistaken_for_each_other(tmp_path: Path) -> None:
-    private, public = key_files(tmp_path)
-    with pytest.raises(InputError, match=r"expected a private key .* found a public key"):
-        load_private_key(public)
-    with pytest.raises(InputError, match=r"expected a public key .* found a private key"):
-        load_public_key(private)
-
-
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="absent: cannot be read: No such file"):
         load_private_key(tmp_path / "absent")

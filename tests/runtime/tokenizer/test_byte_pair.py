@@ -25,10 +25,7 @@ ANNA, BC, ABC = (RANKS[token] for token in (b"anna", b"bc", b"abc"))
 KEPT = [*range(256), ANNA, ABC]
 
 TEXTS = [
-    "",
-    "anna",
-    " anna  abc bc ",
-    "<|endoftext|> <s> </s> <pad> [BOS]",
+    *("", "anna", " anna  abc bc ", "<|endoftext|> <s> </s> <pad> [BOS]"),
     "Zoë, 日本語, עברית, हिन्दी, 👩‍👩‍👧‍👦, 𝔘𝔫𝔦",
     "e\u0301 \u00e9 \ufeff \u2028 \x00 \x1f \r\n\t \U0010ffff \uffff",
 ]

@@ -17,6 +17,9 @@ pytest.importorskip("jinja2", reason="an extra, which is not installed")
 END = "<|end|>"
 SOURCE = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
 USER = {"role": "user", "content": "hi"}
+DEEP: Any = "x"
+for _ in range(3000):
+    DEEP = [DEEP]
 
 
 def template(source: str = SOURCE) -> ChatTemplate:
@@ -49,6 +52,7 @@ def test_private_use_characters_of_a_message_are_kept() -> None:
         ([{"role": END, "content": ""}], "expected a role such as user"),
         ([{"role": 3, "content": ""}], "expected a role such as user"),
         ([{"role": "user", "content": 3}], "expected text as the content"),
+        ([{**USER, "k": DEEP}], "the messages are nested too deeply"),
     ],
 )
 def test_what_are_no_messages_is_told(messages: list[Any], message: str) -> None:
@@ -70,6 +74,9 @@ def test_what_are_no_messages_is_told(messages: list[Any], message: str) -> None
         ("{{ 'x' * 10 ** 10 }}", "MemoryError"),
         ("{% for x in range(99999) %}{{ 'x' * 9999 }}{% endfor %}", "more than 16777216 char"),
         ("{{ '\\ud800' }}", "UnicodeEncodeError"),
+        ("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "RecursionError"),
+        ("{{ 'é'.encode('ascii') }}", "UnicodeEncodeError"),
+        ("{{ messages[0]['absent'].x }}", "UndefinedError"),
     ],
 )
 def test_what_a_template_raises_is_told_and_ends_there(source: str, message: str) -> None:

@@ -1,6 +1,5 @@
 """Kept files come back as they were, and unreadable ones are refused with what to do."""
 
-import builtins
 import io
 import json
 import sys
@@ -241,17 +240,3 @@ def test_source_and_target_are_split_by_their_own_models() -> None:
     assert tokenizer.decode(tokenizer.encode_target("hallo welt")) == "hallo welt"
     assert tokenizer.encode(">>deu<< hello") == [1, *tokenizer.encode("hello")]
     assert tokenizer.encode(">>fra<< hello")[0] != 1
-
-
-def test_the_other_tokenizers_need_no_extra(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kept = builtins.__import__
-
-    def refuses(name: str, *arguments: Any, **options: Any) -> Any:
-        assert name.partition(".")[0] not in ("tokenizers", "sentencepiece")
-        return kept(name, *arguments, **options)
-
-    Tokenizer("x", r"\S|\s", {byte: i for i, byte in enumerate(SINGLE_BYTES)}).save(tmp_path)
-    monkeypatch.setattr(builtins, "__import__", refuses)
-    assert load_tokenizer(tmp_path).encode("a") == [3 + ord("a")]

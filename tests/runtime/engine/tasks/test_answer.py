@@ -16,7 +16,7 @@ import torch
 
 from tests.build_model.importing.huggingface.drawn import LONGEST
 from tests.build_model.importing.huggingface.heads import TEXTS, Theirs
-from tests.commands import call, done
+from tests.commands import call, done, fails
 from tests.traced import unverified, verify
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint
 from transferry.build_model.importing.huggingface.importer import import_pretrained
@@ -201,13 +201,13 @@ def test_jobs_answer_in_every_format(made: Made, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     lines = [json.dumps({"question": one, "context": two}) for one, two in pairs]
     rows.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    named = ["--task", "answer", "--column", "question", "--pair", "context"]
+    named = ["--task", "answer", "--column", "question", "--pair", "context", "--top", "2"]
+    named += ["--canary", "1/1"]
+    told = f"canaries {len(pairs)}, canaries identical {len(pairs)}"
     found: dict[str, list[dict[str, Any]]] = {}
     for ending in ("jsonl", "parquet", "csv", "tsv"):
         out = tmp_path / f"out.{ending}"
-        ran = call("run", made.bundle, rows, "-o", out, *named, "--top", "2", "--canary", "1/1")
-        assert ran.exit_code == 6, ran.stderr
-        assert f"canaries {len(pairs)}, canaries identical {len(pairs)}" in ran.stderr
+        fails(6, told, "run", made.bundle, rows, "-o", out, *named)
         if ending == "jsonl":
             found[ending] = list(map(json.loads, out.read_text(encoding="utf-8").splitlines()))
         if ending == "parquet":
@@ -247,7 +247,7 @@ def test_options_that_do_not_fit_are_refused(
     given: list[str], code: int, message: str, made: Made, tmp_path: Path
 ) -> None:
     (tmp_path / "rows.tsv").write_text("q\tc\nthe cat\ton the mat\n", encoding="utf-8")
-    named = [] if "--task" in given else ["--task", "answer"]
+    named: list[str] = [] if "--task" in given else ["--task", "answer"]
     failed = call("run", made.bundle, tmp_path / "rows.tsv", "--column", "q", *named, *given)
     assert failed.exit_code == code and message in failed.stderr, failed.stderr
 

@@ -68,8 +68,3 @@ def test_long_rows_are_cut_short_and_say_so(engine: Engine) -> None:
     np.testing.assert_array_equal(cut.vector, whole.vector)
     with pytest.raises(UsageError, match="long_rows=split and task embed exclude each other"):
         embed(engine, [], long_rows="split")
-
-
-def test_a_decoder_embeds_nothing(bundle_folder: Path) -> None:
-    with pytest.raises(UsageError, match="encoder-decoder, whose task is generate; all other"):
-        embed(Engine.load(bundle_folder), ["a"])

@@ -82,6 +82,8 @@ def test_long_rows_are_cut_short_and_say_so(engine: Engine) -> None:
     )
     with pytest.raises(UsageError, match="long_rows=split and task fill-mask exclude each other"):
         fill_mask(engine, [], long_rows="split")
+    with pytest.raises(UsageError, match="top must be at least 1, found 0"):
+        fill_mask(engine, [], top=0)
 
 
 def test_a_long_word_for_a_mask_makes_no_text_too_long(engine: Engine) -> None:
@@ -89,10 +91,3 @@ def test_a_long_word_for_a_mask_makes_no_text_too_long(engine: Engine) -> None:
     (row,) = fill_mask(engine, [f"a {mask} b {mask}"], mask=mask)
     (same,) = fill_mask(engine, ["a [MASK] b [MASK]"])
     assert (row.error, row.candidates) == (None, same.candidates)
-
-
-def test_refusals(engine: Engine, bundle_folder: Path) -> None:
-    with pytest.raises(UsageError, match="top must be at least 1, found 0"):
-        fill_mask(engine, [], top=0)
-    with pytest.raises(UsageError, match="all other tasks need an encoder-only one"):
-        fill_mask(Engine.load(bundle_folder), [])

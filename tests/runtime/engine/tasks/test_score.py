@@ -11,7 +11,6 @@ import torch
 
 from transferry.build_model.checkpoint import load_checkpoint
 from transferry.build_model.train.corpus import builtin_pairs
-from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.result import RowError
 from transferry.runtime.engine.tasks.score import ScoreResult, score
@@ -61,16 +60,6 @@ def test_a_text_has_the_log_probabilities_of_torch(writer: Engine, writer_run_fo
         assert found.tokens == tuple(ids[1:])
         np.testing.assert_allclose(found.log_probabilities, wanted.numpy(), atol=1e-4)
         assert "target" not in found.record()
-
-
-def test_an_answer_scores_what_the_search_said(translator: Engine) -> None:
-    options = GenerationOptions(max_length=30, length_penalty=0.0)
-    for result in translator.generate([pair.source for pair in PAIRS], options):
-        if result.hypotheses[0].finish_reason != "end":
-            continue
-        (found,) = score(translator, [(result.source, result.text)])
-        if found.tokens[:-1] == result.hypotheses[0].tokens:
-            assert found.total == pytest.approx(result.hypotheses[0].log_probability, abs=1e-4)
 
 
 def test_a_single_token_is_never_read_alone(
@@ -142,11 +131,6 @@ def test_an_error_on_either_side_comes_out_in_its_place(translator: Engine, writ
     ]
     error, scored = score(writer, [(left, None), ("a b", None)])
     assert (error.source, error.target, error.error, scored.error) == ("", None, left, None)
-
-
-def test_an_encoder_alone_scores_nothing(reader_bundle_folder: Path) -> None:
-    with pytest.raises(UsageError, match="encoder-only model, which generates nothing"):
-        score(Engine.load(reader_bundle_folder), [("a", None)])
 
 
 def test_record() -> None:

@@ -1,12 +1,11 @@
 """Strength of certificates, their searches and rows, and strange files among them."""
 
-import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.runtime.proof.certified import DATE, certified, file_of
-from tests.runtime.proof.test_certificate import against_the_run, rewrite, status, verified
+from tests.runtime.proof.certified import DATE, certified, file_of, rewrite, verified
+from tests.runtime.proof.test_certificate import against_the_run, status
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.errors import ParityError, UsageError
@@ -15,14 +14,6 @@ from transferry.runtime.proof.certificates.certificate import Cell
 from transferry.runtime.proof.certificates.envelope import FOLDER
 from transferry.runtime.proof.certificates.stored import certificates, describe
 from transferry.runtime.proof.certificates.strength import GRAPHS, Strength
-
-
-@pytest.fixture
-def folder(bundle_folder: Path, tmp_path: Path) -> Path:
-    """A copy of the bundle, verified."""
-    copy = Path(shutil.copytree(bundle_folder, tmp_path / "plain"))
-    verified(copy)
-    return copy
 
 
 @pytest.mark.parametrize("claims", [{GRAPHS: "exported with torch 1.0"}, {}])
