@@ -151,11 +151,14 @@ class ArrowReader(ColumnarReader):
 
     @cached_property
     def count(self) -> int | None:  # type: ignore[override]
-        """Number of rows, by the heads of the batches; None for a file that streams in."""
+        """Number of rows, by the heads of the batches; None for a file elsewhere or damaged."""
         if isinstance(self.file, RemoteFile):
             return None
-        with _opened_arrow(self._steady) as (_, batches):
-            return sum(int(batch.num_rows) for batch in batches)
+        try:
+            with _opened_arrow(self._steady) as (_, batches):
+                return sum(int(batch.num_rows) for batch in batches)
+        except InputError:  # after the rows before it were read
+            return None
 
     def rows(self, first: int = 0, last: int | None = None) -> Iterator[InputRow]:
         """Streams rows first to last - 1."""

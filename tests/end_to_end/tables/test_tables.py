@@ -45,6 +45,16 @@ def run(source: Path, out: Path, **options: Any) -> None:
     Job(Echo(), source, out, JobOptions(**{"chunk_rows": 3, **options})).run()
 
 
+def merged(source: Path, whole: Path, count: int = 2, **options: Any) -> bytes:
+    """Bytes to which the partitions of a job are joined, beside the whole output."""
+    parts = [whole.with_name(f"{number}{whole.suffix}") for number in range(1, count + 1)]
+    for number, part in enumerate(parts, start=1):
+        run(source, part, partition=f"{number}/{count}", **options)
+    out = whole.with_name(f"merged{whole.suffix}")
+    merge(parts, out)
+    return out.read_bytes()
+
+
 def cells(path: Path) -> tuple[list[str], list[dict[str, str]]]:
     """Header and rows as csv reads them; of TSV as lines split at tabs."""
     if path.suffix == ".tsv":
@@ -121,15 +131,10 @@ def test_pandas_reads_its_own_frame_back(tmp_path: Path, kind: str) -> None:
 
 def test_partitions_chunks_and_row_groups_do_not_show(tmp_path: Path) -> None:
     table = pandas.concat([frame(), frame(), frame()])
-    table.to_parquet(tmp_path / "in.parquet", row_group_size=4)
-    run(tmp_path / "in.parquet", tmp_path / "whole.parquet", chunk_rows=100)
-    parts = [tmp_path / f"{number}.parquet" for number in (1, 2, 3)]
-    for number, part in enumerate(parts, start=1):
-        run(tmp_path / "in.parquet", part, partition=f"{number}/3", chunk_rows=2)
-    merge(parts, tmp_path / "merged.parquet")
-    merged, whole = (tmp_path / f"{name}.parquet" for name in ("merged", "whole"))
-    pandas.testing.assert_frame_equal(pandas.read_parquet(merged), pandas.read_parquet(whole))
-    assert merged.read_bytes() == whole.read_bytes()
+    source, whole = tmp_path / "in.parquet", tmp_path / "whole.parquet"
+    table.to_parquet(source, row_group_size=4)
+    run(source, whole, chunk_rows=100)
+    assert merged(source, whole, 3, chunk_rows=2) == whole.read_bytes()
 
 
 def test_fields_keep_types_nulls_and_metadata(tmp_path: Path) -> None:
@@ -233,11 +238,7 @@ def test_a_table_keeps_its_delimiter(tmp_path: Path, delimiter: str) -> None:
     with whole.open(newline="") as file:
         found = list(csv.reader(file, delimiter=delimiter, strict=True))
     assert [row[:2] for row in found] == rows
-    parts = [tmp_path / f"{number}.csv" for number in (1, 2)]
-    for number, part in enumerate(parts, start=1):
-        run(source, part, column="text", partition=f"{number}/2")
-    merge(parts, tmp_path / "merged.csv")
-    assert (tmp_path / "merged.csv").read_bytes() == whole.read_bytes()
+    assert merged(source, whole, column="text") == whole.read_bytes()
 
 
 def test_parquet_to_csv_and_jsonl(tmp_path: Path) -> None:
@@ -299,11 +300,7 @@ def test_several_columns_resume_and_merge(tmp_path: Path, ending: str) -> None:
     # Each input of the engine keeps its number, which seeds its samples.
     assert {*map(int, computed.read_text().split())} == {*range(20)}
     assert out.read_bytes() == whole.read_bytes()
-    parts = [tmp_path / f"{number}.{ending}" for number in (1, 2)]
-    for number, part in enumerate(parts, start=1):
-        run(source, part, column=both, partition=f"{number}/2")
-    merge(parts, tmp_path / f"merged.{ending}")
-    assert (tmp_path / f"merged.{ending}").read_bytes() == whole.read_bytes()
+    assert merged(source, whole, column=both) == whole.read_bytes()
 
 
 @pytest.mark.parametrize(

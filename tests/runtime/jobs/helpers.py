@@ -168,15 +168,11 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 class LocalCrew:
-    """Workers in this process, one after the other; some calls lose their worker.
-
-    Attributes:
-        calls: Calls of `compute`, by first row.
-    """
+    """Workers in this process, one after the other; some calls lose their worker."""
 
     def __init__(self, make: Callable[[], Any], workers: int, deaths: Iterable[bool] = ()) -> None:
         self._make, self._workers = make, [make() for _ in range(workers)]
-        self._calls, self._deaths, self.calls = list[Call](), iter(deaths), list[int]()
+        self._calls, self._deaths = list[Call](), iter(deaths)
 
     def __len__(self) -> int:
         return len(self._workers)
@@ -192,8 +188,6 @@ class LocalCrew:
         for call in calls:
             if dies := call.method == "compute" and next(self._deaths, False):
                 self._workers[call.worker] = self._make()
-            if call.method == "compute":
-                self.calls.append(call.first)
             told = {"keep": (call.first, call.places), "compute": (call.first,)}
             method = getattr(self._workers[call.worker], call.method)
             call.result = LOST if dies else method(*told.get(call.method, ()))

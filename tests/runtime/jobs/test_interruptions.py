@@ -241,23 +241,20 @@ def test_too_many_errors_stop_it(source: Path) -> None:
     assert (summary.rows, summary.bad_rows, summary.resumed) == (7, 3, 1)
 
 
-def test_an_interruption_says_what_is_saved(source: Path) -> None:
+@pytest.mark.parametrize(
+    ("at", "said"), [(8, r"^6 rows are saved in .*out\.jsonl\.job$"), (0, r"^$")]
+)
+def test_an_interruption_says_what_is_saved(source: Path, at: int, said: str) -> None:
+    """Nothing stays where nothing is saved."""
+
     def watch(summary: Summary) -> None:
-        if summary.rows == 8:
+        if summary.rows == at:
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt, match=r"^6 rows are saved in .*out\.jsonl\.job$"):
+    with pytest.raises(KeyboardInterrupt, match=said):
         make_job(source).run(watch)
+    assert at or names(source.parent) == {"input.txt"}
     assert finish_as_if_never_stopped(source).rows == ROWS
-
-
-def test_an_interruption_before_anything_is_saved_leaves_nothing(source: Path) -> None:
-    def watch(summary: Summary) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt, match=r"^$"):
-        make_job(source).run(watch)
-    assert names(source.parent) == {"input.txt"}
 
 
 @pytest.mark.parametrize("rows", [0, 1, 3, 6])

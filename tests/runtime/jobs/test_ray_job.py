@@ -17,7 +17,15 @@ import pytest
 
 from tests.commands import PATIENCE, call, done
 from tests.runtime.jobs import helpers
-from tests.runtime.jobs.helpers import Deadly, Echo, computed_rows, make_job, run, write_rows
+from tests.runtime.jobs.helpers import (
+    Deadly,
+    Echo,
+    computed_rows,
+    joined,
+    make_job,
+    run,
+    write_rows,
+)
 from transferry.build_model.train.corpus import builtin_pairs
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.jobs.distribution import MOST_TRIES
@@ -69,22 +77,13 @@ def saved_chunks(folder: Path) -> set[int]:
     return {json.loads(line)["first"] for line in lines}
 
 
-def chunks(source: Path, **options: Any) -> dict[str, bytes]:
-    """The files of the output's folder: the lines of a plain job, three in each."""
-    lines = run(source, "plain.jsonl", **options).splitlines(keepends=True)
-    return {
-        f"{first:012d}.jsonl": b"".join(lines[first : first + 3])
-        for first in range(0, len(lines), 3)
-    }
-
-
 def test_a_worker_that_is_killed_changes_nothing(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spared, computed = tmp_path / "spared", tmp_path / "computed"
     summary = by_ray(source, load=partial(Deadly, spared, computed=computed)).run()
     assert spared.exists(), "nobody was killed"
-    assert content(tmp_path / "out.jsonl") == chunks(source)
+    assert joined(tmp_path / "out.jsonl") == run(source, "plain.jsonl")
     # Nothing twice but the chunk in which it happened, and no row is lost.
     found = computed_rows(computed)
     assert set(found) == set(range(ROWS))
@@ -122,7 +121,7 @@ def test_a_job_goes_on_where_it_was_stopped(source: Path, tmp_path: Path) -> Non
     again = {row // 3 * 3 for row in computed_rows(computed)}
     assert again & saved == {min(saved)}
     assert 9 in again
-    assert content(tmp_path / "out.jsonl") == chunks(source)
+    assert joined(tmp_path / "out.jsonl") == run(source, "plain.jsonl")
 
 
 def test_a_killed_driver_loses_no_finished_chunk(fast_bundle_folder: Path, tmp_path: Path) -> None:
