@@ -97,7 +97,6 @@ class DisentangledConfig(TransformerConfig):
     convolution: Convolution | None = field(default=None, metadata=later(Convolution))
 
     def check(self) -> None:
-        """See `TransformerConfig.check`."""
         super().check()
         alone, own = self.architecture == "encoder-only", self.disentangled
         for name in ("disentangled", "convolution"):
@@ -118,7 +117,6 @@ class DisentangledConfig(TransformerConfig):
             require(self.d_model % groups == 0, "groups", "a divisor of d_model", groups)
 
     def parts(self) -> tuple[type[Any], ...]:
-        """See `TransformerConfig.parts`."""
         own = (RelativePositions, DisentangledAttention) if self.disentangled else ()
         return (*super().parts(), *own, *((ConvolvedLayer,) if self.convolution else ()))
 
@@ -142,7 +140,6 @@ class RelativePositions(Transformer):
     relative_rows: Tensor
 
     def build(self) -> None:
-        """See `Transformer.build`."""
         super().build()
         own, config = self.config.disentangled, self.config
         assert own is not None

@@ -33,19 +33,16 @@ class DistancesConfig(TransformerConfig):
     scale_output: bool = False
 
     def parts(self) -> tuple[type[Any], ...]:
-        """See `TransformerConfig.parts`."""
         kind = DistancesByLayer if self.relative_by_layer else Distances
         distances = (kind,) if self.relative_buckets else ()
         return (*super().parts(), *distances, *((ScaledOutput,) if self.scale_output else ()))
 
     @property
     def looks_at_columns(self) -> bool:
-        """Whether attention depends on positions in the cache, and not on their order alone."""
         return bool(self.relative_buckets) or super().looks_at_columns
 
     @property
     def may_recur(self) -> bool:
-        """Whether the decoder's self-attention can be replaced by a recurrent cell."""
         return super().may_recur and not self.relative_buckets
 
 
@@ -55,7 +52,6 @@ class Distances(Transformer):
     config: DistancesConfig
 
     def build(self) -> None:
-        """See `Transformer.build`."""
         super().build()
         config = self.config
         if config.encoder_layers:
@@ -64,7 +60,6 @@ class Distances(Transformer):
             self.decoder_distance = RelativeBias(config, both_ways=False)
 
     def biases(self, stack: Stack, bias: Tensor, places: Places) -> list[Tensor]:
-        """See `Transformer.biases`."""
         relative = self.get_submodule(f"{stack}_distance")
         bias = bias + relative(-places.distance)
         return super().biases(stack, bias, places)
@@ -76,7 +71,6 @@ class DistancesByLayer(Transformer):
     config: DistancesConfig
 
     def build(self) -> None:
-        """See `Transformer.build`."""
         super().build()
         config = self.config
         self.encoder_distance = nn.ModuleList(
@@ -88,7 +82,6 @@ class DistancesByLayer(Transformer):
         )
 
     def biases(self, stack: Stack, bias: Tensor, places: Places) -> list[Tensor]:
-        """See `Transformer.biases`."""
         found, distance = super().biases(stack, bias, places), -places.distance
         layers = self.get_submodule(f"{stack}_distance")
         return [
@@ -101,7 +94,6 @@ class ScaledOutput(Transformer):
     """A Transformer that divides the decoder's output by sqrt(d_model)."""
 
     def finished(self, x: Tensor) -> Tensor:
-        """See `Transformer.finished`."""
         x = super().finished(x)
         return x / math.sqrt(x.shape[-1])
 

@@ -28,7 +28,6 @@ class NarrowConfig(TransformerConfig):
 
     @property
     def d_embedding(self) -> int:
-        """Width of the embedding."""
         return self.embedding_width or super().d_embedding
 
 
@@ -44,20 +43,17 @@ class ProjectedSumConfig(NarrowConfig):
     project_sum: bool = False
 
     def check(self) -> None:
-        """See `TransformerConfig.check`."""
         super().check()
         expected = "false unless there is an embedding_width, and one stack"
         one = bool(self.embedding_width) and self.architecture != "encoder-decoder"
         require(one or not self.project_sum, "project_sum", expected, "true")
 
     def parts(self) -> tuple[type[Any], ...]:
-        """See `TransformerConfig.parts`."""
         own = self.project_sum or self.d_embedding != self.d_model
         return (*super().parts(), Narrow) if own else super().parts()
 
     @property
     def d_positions(self) -> int:
-        """Width of the positions that are added to the embedding, and of its norm."""
         return self.d_embedding if self.project_sum else super().d_positions
 
 
@@ -67,7 +63,6 @@ class Narrow(Transformer):
     config: ProjectedSumConfig
 
     def build(self) -> None:
-        """See `Transformer.build`."""
         super().build()
         config = self.config
         back = config.has_logits and not config.output_transform
@@ -75,24 +70,20 @@ class Narrow(Transformer):
         self.output_projection = projection
 
     def build_embedding(self) -> None:
-        """See `Transformer.build_embedding`."""
         super().build_embedding()
         config = self.config
         projection = nn.Linear(config.d_embedding, config.d_model, bias=config.project_sum)
         self.embedding_projection = projection
 
     def token_vectors(self, tokens: Tensor, *, source: bool) -> Tensor:
-        """See `Transformer.token_vectors`."""
         x = super().token_vectors(tokens, source=source)
         return x if self.config.project_sum else self.embedding_projection(x)
 
     def normed(self, x: Tensor, *, source: bool) -> Tensor:
-        """See `Transformer.normed`."""
         x = super().normed(x, source=source)
         return self.embedding_projection(x) if self.config.project_sum else x
 
     def transformed(self, x: Tensor) -> Tensor:
-        """See `Transformer.transformed`."""
         x = super().transformed(x)
         return x if self.output_projection is None else self.output_projection(x)
 
@@ -116,7 +107,6 @@ class SourceConfig(TransformerConfig):
     separate_positions: bool = False
 
     def check(self) -> None:
-        """See `TransformerConfig.check`."""
         super().check()
         both = self.two_stacks
         for name in ("source_vocabulary_size", "encoder_heads", "encoder_d_ff"):
@@ -130,22 +120,18 @@ class SourceConfig(TransformerConfig):
         self.encoder_config()
 
     def parts(self) -> tuple[type[Any], ...]:
-        """See `TransformerConfig.parts`."""
         own = self.source_vocabulary_size or self.separate_positions
         return (*super().parts(), OwnSource) if own else super().parts()
 
     @property
     def may_recur(self) -> bool:
-        """Whether the decoder's self-attention can be replaced by a recurrent cell."""
         return super().may_recur and not self.separate_positions
 
     @property
     def source_vocabulary(self) -> int:
-        """Size of the encoder's vocabulary."""
         return self.source_vocabulary_size or super().source_vocabulary
 
     def encoder_config(self) -> Self:
-        """Returns the shape of the encoder's layers."""
         if not self.encoder_heads and not self.encoder_d_ff:
             return self
         heads, d_ff = self.encoder_heads or self.heads, self.encoder_d_ff or self.d_ff
@@ -158,37 +144,31 @@ class OwnSource(Transformer):
     config: SourceConfig
 
     def build(self) -> None:
-        """See `Transformer.build`."""
         super().build()
         if self.config.separate_positions:
             self.source_positions = nn.Parameter(torch.empty_like(self.positions))
 
     def build_embedding(self) -> None:
-        """See `Transformer.build_embedding`."""
         super().build_embedding()
         if rows := self.config.source_vocabulary_size:
             self.source_embedding = nn.Embedding(rows, self.config.d_embedding)
 
     def build_embedding_norm(self) -> None:
-        """See `Transformer.build_embedding_norm`."""
         super().build_embedding_norm()
         if self.config.separate_positions and self.config.embedding_norm:
             self.source_embedding_norm = make_norm(self.config)
 
     def token_vectors(self, tokens: Tensor, *, source: bool) -> Tensor:
-        """See `Transformer.token_vectors`."""
         if source and self.config.source_vocabulary_size:
             vectors: Tensor = self.source_embedding(tokens)
             return vectors
         return super().token_vectors(tokens, source=source)
 
     def position_table(self, *, source: bool) -> Tensor:
-        """See `Transformer.position_table`."""
         own = source and self.config.separate_positions
         return self.source_positions if own else super().position_table(source=source)
 
     def normed(self, x: Tensor, *, source: bool) -> Tensor:
-        """See `Transformer.normed`."""
         if source and self.config.separate_positions and self.config.embedding_norm:
             y: Tensor = self.source_embedding_norm(x)
             return y

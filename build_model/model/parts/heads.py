@@ -72,7 +72,6 @@ class HeadConfig(TransformerConfig):
     unseen_token: Annotated[int, msgspec.Meta(ge=-1)] = field(default=-1, metadata=LATER)
 
     def check(self) -> None:
-        """See `TransformerConfig.check`."""
         super().check()
         alone, layers = self.architecture == "encoder-only", len(self.head_widths)
         for name in ("pooling", "head_widths"):
@@ -98,7 +97,6 @@ class HeadConfig(TransformerConfig):
             require(alone and self.has_logits, "pooling", expected, self.pooling)
 
     def parts(self) -> tuple[type[Any], ...]:
-        """See `TransformerConfig.parts`."""
         part = WithTokenWeights if self.weighs_tokens else WithHead
         parts = (*super().parts(), *[part] * self.has_head)
         return (*parts, UnseenToken) if self.unseen_token >= 0 else parts
@@ -127,7 +125,6 @@ class WithHead(Transformer):
     config: HeadConfig
 
     def build(self) -> None:
-        """See `Transformer.build`."""
         super().build()
         self.head = Head(self.config)
 
@@ -138,7 +135,6 @@ class UnseenToken(Transformer):
     config: HeadConfig
 
     def encode(self, source: Tensor, source_mask: Tensor) -> Tensor:
-        """See `Transformer.encode`."""
         seen = torch.logical_and(source_mask, source != self.config.unseen_token)
         return super().encode(source, seen)
 
@@ -149,7 +145,6 @@ class WithTokenWeights(Transformer):
     config: HeadConfig
 
     def build(self) -> None:
-        """See `Transformer.build`."""
         super().build()
         self.head = self.weigh
 

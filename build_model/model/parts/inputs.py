@@ -33,7 +33,6 @@ class InputsConfig(TransformerConfig):
     padding_token: Annotated[int, msgspec.Meta(ge=-1)] = -1
 
     def check(self) -> None:
-        """See `TransformerConfig.check`."""
         super().check()
         alone = self.architecture == "encoder-only"
         require(alone or not self.segments, "segments", "none unless encoder-only", self.segments)
@@ -47,7 +46,6 @@ class InputsConfig(TransformerConfig):
         require(fits, "padding_token", expected, self.padding_token)
 
     def parts(self) -> tuple[type[Any], ...]:
-        """See `TransformerConfig.parts`."""
         padding = (PaddingPosition,) if self.padding_token >= 0 else ()
         return (*super().parts(), *padding, *((Segments,) if self.segments else ()))
 
@@ -58,14 +56,12 @@ class Segments(Transformer):
     config: InputsConfig
 
     def build(self) -> None:
-        """See `Transformer.build`."""
         super().build()
         self.segment_embedding = nn.Embedding(self.config.segments, self.config.d_positions)
 
     def placed(
         self, x: Tensor, tokens: Tensor, positions: Tensor | None, *, source: bool
     ) -> Tensor:
-        """See `Transformer.placed`."""
         x = super().placed(x, tokens, positions, source=source)
         # Of the tokens after the first end of a segment; an end belongs to its segment.
         ends = (tokens == self.config.segment_end).long()
@@ -80,14 +76,12 @@ class PaddingPosition(Transformer):
     config: InputsConfig
 
     def build(self) -> None:
-        """See `Transformer.build`."""
         super().build()
         self.padding_position = nn.Parameter(torch.zeros(1, self.config.d_positions))
 
     def placed(
         self, x: Tensor, tokens: Tensor, positions: Tensor | None, *, source: bool
     ) -> Tensor:
-        """See `Transformer.placed`."""
         if positions is None or not source:
             return super().placed(x, tokens, positions, source=source)
         counted = tokens != self.config.padding_token

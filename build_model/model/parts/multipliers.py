@@ -32,14 +32,12 @@ class MultipliersConfig(TransformerConfig):
     logit_divisor: Factor = field(default=1.0, metadata=LATER)
 
     def check(self) -> None:
-        """See `TransformerConfig.check`."""
         super().check()
         expected = "1 where norm_order is post, which normalises the sum"
         fits = self.norm_order != "post" or self.residual_multiplier == 1.0
         require(fits, "residual_multiplier", expected, self.residual_multiplier)
 
     def parts(self) -> tuple[type[Any], ...]:
-        """See `TransformerConfig.parts`."""
         whole = self.embedding_multiplier != 1.0 or self.logit_divisor != 1.0
         own: tuple[type[Any], ...] = (Multiplied,) if whole else ()
         own += (MultipliedResidual,) if self.residual_multiplier != 1.0 else ()
@@ -52,7 +50,6 @@ class Multiplied(Transformer):
     config: MultipliersConfig
 
     def token_vectors(self, tokens: Tensor, *, source: bool) -> Tensor:
-        """See `Transformer.token_vectors`."""
         vectors = super().token_vectors(tokens, source=source)
         return vectors * self.config.embedding_multiplier
 
@@ -69,5 +66,4 @@ class MultipliedResidual(Residual):
         self.multiplier = config.residual_multiplier
 
     def change(self, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
-        """See `Residual.change`."""
         return super().change(x, sublayer) * self.multiplier

@@ -32,7 +32,6 @@ class RereadingConfig(DistancesConfig):
     rereading_begin: Whole = field(default=0, metadata=LATER)
 
     def check(self) -> None:
-        """See `TransformerConfig.check`."""
         super().check()
         fits = self.architecture == "encoder-only" and self.positions != "rotary"
         expected = "0 unless encoder-only, with other positions than rotary"
@@ -42,12 +41,10 @@ class RereadingConfig(DistancesConfig):
         require(begin < self.vocabulary_size, "rereading_begin", expected, begin)
 
     def parts(self) -> tuple[type[Any], ...]:
-        """See `TransformerConfig.parts`."""
         return (*super().parts(), Rereading) if self.rereading_layers else super().parts()
 
     @property
     def two_stacks(self) -> bool:
-        """Whether one stack attends to the output of the other."""
         return bool(self.rereading_layers) or super().two_stacks
 
 
@@ -57,7 +54,6 @@ class Rereading(Transformer):
     config: RereadingConfig
 
     def build(self) -> None:
-        """See `Transformer.build`."""
         super().build()
         config = self.config
         self.rereading = nn.ModuleList(

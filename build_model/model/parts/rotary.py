@@ -36,7 +36,6 @@ class RotaryConfig(WindowsConfig):
     unrotated: tuple[Whole, ...] = ()
 
     def check(self) -> None:
-        """See `TransformerConfig.check`."""
         super().check()
         layers, pairs = self.encoder_layers + self.decoder_layers, self.d_head // 2
         both, given = self.architecture == "encoder-decoder", len(self.unrotated)
@@ -50,7 +49,6 @@ class RotaryConfig(WindowsConfig):
             require(given <= pairs, name, f"at most {pairs}, the pairs of a head", given)
 
     def parts(self) -> tuple[type[Any], ...]:
-        """See `TransformerConfig.parts`."""
         own = self.rotary_rates or self.window_rotary_rates or self.unrotated
         varies = self.positions == "rotary" and (own or self.rotary_scale != 1)
         return (*super().parts(), Turns) if varies else super().parts()
@@ -64,7 +62,6 @@ class Turns(Transformer):
     window_sines: Tensor
 
     def tables(self) -> dict[str, Tensor]:
-        """See `Transformer.tables`."""
         config = self.config
         rates = config.rotary_rates or rotary_rates(config.d_head, config.rotary_base)
         tables = rotary_angles(config.max_positions, rates, config.rotary_scale)._asdict()
@@ -74,7 +71,6 @@ class Turns(Transformer):
         return tables
 
     def rotations(self, stack: Stack, positions: Tensor) -> list[Rotation | None]:
-        """See `Transformer.rotations`."""
         config, turns = self.config, super().rotations(stack, positions)
         near = turns[0] if turns else None
         if config.window_rotary_rates:

@@ -27,7 +27,6 @@ class QueryKeyNormConfig(TransformerConfig):
     query_key_norm: Literal["none", "head", "all"] = "none"
 
     def parts(self) -> tuple[type[Any], ...]:
-        """See `TransformerConfig.parts`."""
         own = () if self.query_key_norm == "none" else (NormedAttention,)
         return (*super().parts(), *own)
 
@@ -43,11 +42,9 @@ class NormedAttention(MultiHeadAttention):
         self.key_norm = make_norm(config, config.d_head if each else narrow)
 
     def normed_query(self, x: Tensor) -> Tensor:
-        """See `MultiHeadAttention.normed_query`."""
         return _normed(x, self.query_norm)
 
     def normed_key(self, x: Tensor) -> Tensor:
-        """See `MultiHeadAttention.normed_key`."""
         return _normed(x, self.key_norm)
 
 
@@ -70,7 +67,6 @@ class SoftcapConfig(TransformerConfig):
     output_softcap: Cap = 0.0
 
     def parts(self) -> tuple[type[Any], ...]:
-        """See `TransformerConfig.parts`."""
         scores = (CappedAttention,) if self.attention_softcap else ()
         return (*super().parts(), *scores, *((CappedLogits,) if self.output_softcap else ()))
 
@@ -91,7 +87,6 @@ class CappedAttention(MultiHeadAttention):
         self.softcap = config.attention_softcap
 
     def adjusted(self, scores: Tensor) -> Tensor:
-        """See `MultiHeadAttention.adjusted`."""
         return softcapped(scores, self.softcap)
 
 
@@ -101,5 +96,4 @@ class CappedLogits(Transformer):
     config: SoftcapConfig
 
     def logits(self, x: Tensor) -> Tensor:
-        """See `Transformer.logits`."""
         return softcapped(super().logits(x), self.config.output_softcap)

@@ -39,30 +39,25 @@ class ShapesConfig(TransformerConfig):
     final_norm: bool = True
 
     def check(self) -> None:
-        """See `TransformerConfig.check`."""
         super().check()
         expected = "false unless the norm is rms, which has no bias to offset with"
         require(self.norm == "rms" or not self.norm_offset, "norm_offset", expected, "true")
 
     def check_width(self) -> None:
-        """See `TransformerConfig.check_width`."""
         if self.head_width:
             self.check_turns("head_width")
         else:
             super().check_width()
 
     def parts(self) -> tuple[type[Any], ...]:
-        """See `TransformerConfig.parts`."""
         return (*super().parts(), OffsetNorm) if self.norm_offset else super().parts()
 
     @property
     def d_head(self) -> int:
-        """Width of one attention head, d_k in the paper."""
         return self.head_width or super().d_head
 
     @property
     def has_final_norm(self) -> bool:
-        """Whether a norm follows each stack."""
         return self.final_norm and super().has_final_norm
 
     def has_bias(self, part: str) -> bool:
@@ -79,7 +74,6 @@ class OffsetNorm(RMSNorm):
         nn.init.zeros_(self.weight)
 
     def scale(self) -> Tensor:
-        """See `RMSNorm.scale`."""
         return self.weight + 1
 
 
@@ -95,18 +89,15 @@ class ParallelConfig(TransformerConfig):
     parallel: bool = False
 
     def check(self) -> None:
-        """See `TransformerConfig.check`."""
         super().check()
         expected = "false where norm_order is post, which normalises one sum after the other"
         require(self.norm_order != "post" or not self.parallel, "parallel", expected, "true")
 
     def parts(self) -> tuple[type[Any], ...]:
-        """See `TransformerConfig.parts`."""
         return (*super().parts(), ParallelLayer) if self.parallel else super().parts()
 
     @property
     def may_recur(self) -> bool:
-        """Whether the decoder's self-attention can be replaced by a recurrent cell."""
         return super().may_recur and not self.parallel
 
 
@@ -114,7 +105,6 @@ class ParallelLayer(Layer):
     """x + Attention(Norm(x)) + FeedForward(Norm(x))."""
 
     def sublayers(self, x: Tensor, attend_self: Any, attend_source: Any) -> Tensor:
-        """See `Layer.sublayers`."""
         seen = self.self_residual.change(x, attend_self)
         return x + seen + self.feed_forward_residual.change(x, self.feed_forward)
 
@@ -133,7 +123,6 @@ class DivisorConfig(TransformerConfig):
     divide_by_layer: bool = False
 
     def divisor(self, layer: int) -> float:
-        """Divisor of the attention scores of a layer, from 0."""
         by_layer = layer + 1 if self.divide_by_layer else 1
         return (self.attention_divisor or super().divisor(layer)) * by_layer
 
@@ -156,22 +145,18 @@ class OutputsConfig(TransformerConfig):
     lm_head: bool = True
 
     def check(self) -> None:
-        """See `TransformerConfig.check`."""
         super().check()
         alone = self.architecture == "encoder-only"
         require(alone or self.lm_head, "lm_head", "true unless encoder-only", "false")
 
     @property
     def has_first_norm(self) -> bool:
-        """Whether there is a norm before the first sublayer, where the order has one there."""
         return self.first_norm
 
     @property
     def has_logits(self) -> bool:
-        """Whether hidden states are projected to logits."""
         return self.lm_head
 
     @property
     def transform_activation(self) -> Activation:
-        """Activation of the output transform."""
         return self.output_activation or super().transform_activation

@@ -29,7 +29,6 @@ class WindowsConfig(TransformerConfig):
     windows: tuple[Whole, ...] = ()
 
     def check(self) -> None:
-        """See `TransformerConfig.check`."""
         super().check()
         given, layers = len(self.windows), self.encoder_layers + self.decoder_layers
         both = self.architecture == "encoder-decoder"
@@ -38,12 +37,10 @@ class WindowsConfig(TransformerConfig):
         require(given in (0, layers), "windows", expected, given)
 
     def parts(self) -> tuple[type[Any], ...]:
-        """See `TransformerConfig.parts`."""
         return (*super().parts(), Windows) if any(self.windows) else super().parts()
 
     @property
     def looks_at_columns(self) -> bool:
-        """Whether attention depends on positions in the cache, and not on their order alone."""
         return any(self.windows) or super().looks_at_columns
 
     def window(self, layer: int) -> int:
@@ -57,7 +54,6 @@ class Windows(Transformer):
     config: WindowsConfig
 
     def biases(self, stack: Stack, bias: Tensor, places: Places) -> list[Tensor]:
-        """See `Transformer.biases`."""
         seen, distance = super().biases(stack, bias, places), places.distance
         made: dict[tuple[int, int], Tensor] = {}  # each once, however many layers share it
         keys = [(id(each), window) for each, window in zip(seen, self.config.windows, strict=True)]
@@ -96,13 +92,11 @@ class CausalConfig(TransformerConfig):
     causal: bool = field(default=False, metadata=LATER)
 
     def check(self) -> None:
-        """See `TransformerConfig.check`."""
         super().check()
         alone = self.architecture == "encoder-only"
         require(alone or not self.causal, "causal", "none unless encoder-only", self.causal)
 
     def parts(self) -> tuple[type[Any], ...]:
-        """See `TransformerConfig.parts`."""
         return (*super().parts(), CausalEncoder) if self.causal else super().parts()
 
 
@@ -110,6 +104,5 @@ class CausalEncoder(Transformer):
     """An encoder whose tokens see no later ones."""
 
     def biases(self, stack: Stack, bias: Tensor, places: Places) -> list[Tensor]:
-        """See `Transformer.biases`."""
         bias = bias + causal_bias(0, places.positions.shape[0], bias.dtype, bias.device)
         return super().biases(stack, bias, places)
