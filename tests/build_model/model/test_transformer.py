@@ -174,27 +174,9 @@ def answers(
         return encoded, decoded @ model.embedding.weight.T
 
 
-@torch.no_grad()
-def test_torch_encodes_the_same(
-    model: Transformer, source: Tensor, answers: tuple[Tensor, Tensor]
-) -> None:
-    mask = source != 0
-    mine = model.encode(source, mask)
-    assert largest_difference(mine[mask], answers[0][mask]) <= 1e-12
-
-
-@torch.no_grad()
-def test_torch_scores_the_same(
-    model: Transformer, source: Tensor, target: Tensor, answers: tuple[Tensor, Tensor]
-) -> None:
-    logits = model(source, source != 0, target)
-    assert logits.abs().max() > 1.0
-    assert largest_difference(logits, answers[1]) <= 1e-12
-
-
 @pytest.mark.parametrize("chunks", [(8,), (1,) * 8, (1, 7), (3, 5), (2, 1, 1, 4)])
 @torch.no_grad()
-def test_torch_scores_the_same_as_the_cache(
+def test_torch_scores_the_same_at_once_and_with_the_cache(
     model: Transformer,
     source: Tensor,
     target: Tensor,
@@ -202,8 +184,11 @@ def test_torch_scores_the_same_as_the_cache(
     chunks: tuple[int, ...],
 ) -> None:
     mask = source != 0
-    cross = model.cross(model.encode(source, mask))
-    past = model.empty_past(len(source))
+    encoded = model.encode(source, mask)
+    assert largest_difference(encoded[mask], answers[0][mask]) <= 1e-12
+    assert answers[1].abs().max() > 1.0
+    assert largest_difference(model(source, mask, target), answers[1]) <= 1e-12
+    cross, past = model.cross(encoded), model.empty_past(len(source))
     pieces = []
     for start, end in pairwise(accumulate(chunks, initial=0)):
         assert isinstance(past[0], KeyValues)
@@ -317,7 +302,7 @@ def test_greedy_with_and_without_the_cache(model: Transformer, source: Tensor) -
 
 
 @pytest.mark.parametrize("use_cache", [True, False])
-def test_greedy_ends_each_row_at_its_own_end(
+def test_greedy_ends_each_row_at_its_own_end_and_at_its_length(
     model: Transformer, source: Tensor, use_cache: bool
 ) -> None:
     never = SHAPE.vocabulary_size
@@ -327,11 +312,6 @@ def test_greedy_ends_each_row_at_its_own_end(
     assert len(cut[0]) <= 4
     assert len({len(row) for row in cut}) > 1
     assert generate(model, source, max_length=12, eos_id=end, use_cache=use_cache) == cut
-
-
-@pytest.mark.parametrize("use_cache", [True, False])
-def test_greedy_respects_its_length(model: Transformer, source: Tensor, use_cache: bool) -> None:
-    never = SHAPE.vocabulary_size
     longest = generate(
         model, source, max_length=SHAPE.max_positions, eos_id=never, use_cache=use_cache
     )

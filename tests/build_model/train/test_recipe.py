@@ -248,11 +248,6 @@ def test_resuming_keeps_all_settings_but_the_end(tmp_path: Path) -> None:
     assert records(folder)[-1]["step"] == 4
 
 
-def test_nothing_to_resume(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="run"):
-        follow(recipe(write_pairs(tmp_path)), tmp_path / "run", resume=True)
-
-
 @pytest.mark.usefixtures("quick")
 def test_other_processes_write_nothing_and_say_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

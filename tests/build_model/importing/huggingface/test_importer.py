@@ -15,11 +15,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.build_model.importing.huggingface.drawn import (
-    exact,
     generate,
     on_a_grid,
     require_equal,
-    require_same_logits,
     transformers,
 )
 from tests.build_model.importing.huggingface.small_models import (
@@ -31,9 +29,7 @@ from tests.build_model.importing.huggingface.small_models import (
     bert_model,
     change,
     edited,
-    float64,
     listing,
-    llama_model,
     save,
 )
 from tests.commands import FEW, call, done
@@ -49,48 +45,12 @@ from transferry.build_model.importing.huggingface.importer import (
 from transferry.build_model.importing.huggingface.weights import convert_weights
 from transferry.build_model.model.config import ModelConfig
 from transferry.build_model.model.transformer import Transformer
-from transferry.export.torch_model import TorchDecoder
 from transferry.runtime.bundle.specs import REFERENCE
 from transferry.runtime.decoding.generation_options import GenerationOptions
-from transferry.runtime.decoding.search import search
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.proof.recorded import Reference
 from transferry.runtime.tokenizer.byte_pair import load_tokenizer
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_logits_are_theirs(kind: str, made: Makes) -> None:
-    require_same_logits(made(kind).ours(), made(kind).theirs())
-
-
-def test_the_logits_of_a_tied_llama_are_theirs(tmp_path: Path) -> None:
-    """Variations of other types are among those of test_model_types.py."""
-    own = {"rope_type": "default", "rope_theta": 500.0}
-    changes: dict[str, Any] = {"tie_word_embeddings": True, "num_key_value_heads": 1}
-    model = save(
-        "llama", tmp_path / "theirs", lambda size: llama_model(size, **changes, rope_parameters=own)
-    )
-    import_pretrained(tmp_path / "theirs", tmp_path / "run")
-    theirs = float64(type(model), tmp_path / "theirs")
-    require_same_logits(load_checkpoint(tmp_path / "run").model.double(), theirs)
-
-
-@pytest.mark.parametrize("beam", [1, 4])
-@pytest.mark.parametrize("kind", ["marian", "gpt2", "llama"])
-def test_greedy_and_beam_search_give_their_tokens(kind: str, beam: int, made: Makes) -> None:
-    run, sources = load_checkpoint(made(kind).run), made(kind).sources()
-    assert len(set(map(len, sources))) > 1
-    theirs = made(kind).theirs()
-    with exact():
-        wanted = generate(theirs, sources, num_beams=beam, max_new_tokens=14)
-    suppress = tuple(run.generation.get("suppress", ()))
-    options = GenerationOptions(beam=beam, max_length=14, suppress=suppress)
-    found = search(TorchDecoder.oracle(run.model), sources, options, run.tokenizer.special)
-    assert [list(row[0].tokens) for row in found] == wanted
-    # Neither all the same nor all cut off.
-    assert len(set(map(tuple, wanted))) > 1
-    assert {len(answer) < 14 for answer in wanted} == {True, False}
 
 
 def test_the_position_table_is_theirs_number_by_number() -> None:
