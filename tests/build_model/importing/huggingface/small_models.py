@@ -22,9 +22,7 @@ from tests.build_model.importing.huggingface.drawn import (
     tokenizers,
     transformers,
 )
-from transferry.build_model.checkpoint import load_checkpoint
 from transferry.build_model.importing.huggingface.importer import import_pretrained
-from transferry.build_model.model.transformer import Transformer
 from transferry.runtime.errors import UsageError
 from transferry.runtime.tokenizer.byte_pair import AnyTokenizer, load_tokenizer
 from transferry.runtime.tokenizer.third_party import HuggingFaceTokenizer, SentencePieceTokenizer
@@ -236,18 +234,6 @@ class Made:
         self.model = save(kind, self.folder, lambda size: MODELS[kind](size, depth))
         self.said: list[str] = []
         import_pretrained(self.folder, self.run, say=self.said.append)
-
-    def theirs(self) -> Any:
-        """The model as transformers reads it, in float64."""
-        return float64(type(self.model), self.folder)
-
-    def ours(self) -> Transformer:
-        return load_checkpoint(self.run).model.double()
-
-    def sources(self) -> list[list[int]]:
-        """The model's inputs for lines of unequal length."""
-        tokenizer = load_tokenizer(self.run)
-        return [tokenizer.special.wrap(tokenizer.encode(line)) for line in LINES]
 
 
 @contextlib.contextmanager

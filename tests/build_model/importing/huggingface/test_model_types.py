@@ -21,24 +21,20 @@ from tests.build_model.importing.huggingface.drawn import (
     VOCABULARY,
     Draw,
     Drawn,
-    byte_level_tokenizer,
     exact,
     generate,
     require_same_logits,
     transformers,
 )
-from tests.build_model.importing.huggingface.encoder_types import LIKE_OTHERS, LIKE_ROBERTA
-from tests.build_model.importing.huggingface.small_models import require_their_tokens
-from transferry.build_model.importing.huggingface import encoder_decoder
+from tests.build_model.importing.huggingface.encoder_types import LIKE_OTHERS
 from transferry.build_model.importing.huggingface.folder import CONFIG, Settings
-from transferry.build_model.importing.huggingface.importer import FAMILIES, import_pretrained
+from transferry.build_model.importing.huggingface.importer import FAMILIES
 from transferry.build_model.importing.huggingface.rope import read_rotary
 from transferry.build_model.importing.huggingface.settings_table import judge
 from transferry.export.torch_model import TorchDecoder
 from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.decoding.search import search
 from transferry.runtime.errors import InputError
-from transferry.runtime.tokenizer.byte_pair import load_tokenizer
 from transferry.runtime.tokenizer.special_tokens import SpecialTokens
 
 # Tests of single keys draw one configuration, unless EXAMPLES asks for more.
@@ -72,11 +68,6 @@ def test_logits_and_tokens_are_theirs(kind: str, seed: int, tmp_path: Path) -> N
         assert [list(row[0].tokens) for row in answers] == expected
 
 
-# Types whose tokenizer.json may be of any kind, as of the class TokenizersBackend.
-AS_THEY_STAND = (
-    *(*LIKE_ROBERTA, "mpnet", "modernbert"),
-    *(kind for kind in encoder_decoder.FAMILIES if kind != "marian"),
-)
 # Keys that other parts of a folder must follow, or that cannot be saved; tuples for outputs.
 NOT_DRAWN = (
     *("vocab_size", "decoder_vocab_size", "pad_token_id", "max_position_embeddings"),
@@ -235,16 +226,3 @@ def test_untied_sides_have_embeddings_of_their_own(kind: str, tmp_path: Path) ->
     drawn = Drawn(kind, 0, tmp_path, tie_word_embeddings=False, **own)
     assert drawn.shape.source_vocabulary_size == VOCABULARY
     require_same_logits(drawn.ours, drawn.theirs)
-
-
-@pytest.mark.parametrize("kind", AS_THEY_STAND)
-def test_tokenizers_of_encoders_are_theirs(kind: str, tmp_path: Path) -> None:
-    folder, run = tmp_path / "theirs", tmp_path / "run"
-    begin = "" if kind in ("t5", "mt5", "umt5", "pegasus") else "<s>"
-    theirs = byte_level_tokenizer(folder, begin, "</s>")
-    Drawn(kind, 0, folder, vocabulary=len(theirs) + 3)
-    import_pretrained(folder, run)
-    ours = load_tokenizer(run)
-    require_their_tokens(ours, theirs, ["the cat sat", "Straße über", "日本 😀", "", "  a  b"])
-    # Text that looks like a special token is text.
-    assert set(ours.encode("<s></s>")).isdisjoint(ours.special.ids())

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from tests.build_model.importing.huggingface.drawn import tokenizers, transformers
+from tests.build_model.importing.huggingface.drawn import Drawn, exact, tokenizers, transformers
 from tests.build_model.importing.huggingface.small_models import require_saved
 from tests.commands import call, done
+from tests.end_to_end.chat_templates import TEMPLATES as PUBLISHED
 from transferry.build_model.importing.huggingface.folder import PretrainedFolder
 from transferry.build_model.importing.huggingface.tokenizer.vocabularies import TOKENIZERS
 from transferry.build_model.model.config import ModelConfig
@@ -20,122 +20,22 @@ from transferry.runtime.tokenizer.byte_pair import Tokenizer
 from transferry.runtime.tokenizer.chat import ChatError
 from transferry.runtime.tokenizer.special_tokens import AnyTokenizer
 
-# The constructs of published templates, shortened.
-LLAMA3 = """{{- bos_token }}
-{%- if not date_string is defined %}
-    {%- if strftime_now is defined %}
-        {%- set date_string = strftime_now("%d %b %Y") %}
-    {%- else %}
-        {%- set date_string = "26 Jul 2024" %}
-    {%- endif %}
-{%- endif %}
-{%- if messages[0]['role'] == 'system' %}
-    {%- set system_message = messages[0]['content']|trim %}
-    {%- set messages = messages[1:] %}
-{%- else %}
-    {%- set system_message = "" %}
-{%- endif %}
-{{- "<|start_header_id|>system<|end_header_id|>\\n\\n" }}
-{{- system_message }}
-{{- "<|eot_id|>" }}
-{%- for message in messages %}
-    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n'
-        + message['content'] | trim + '<|eot_id|>' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
-{%- endif %}
-"""
-QWEN = """{%- if messages[0].role == 'system' %}
-    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
-{%- else %}
-    {{- '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}
-{%- endif %}
-{%- set ns = namespace(last=messages|length - 1) %}
-{%- for message in messages %}
-    {%- if (message.role == "user") or (message.role == "system" and not loop.first) %}
-        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
-    {%- elif message.role == "assistant" %}
-        {%- set content = message.content %}
-        {%- if '</think>' in content %}
-            {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
-        {%- endif %}
-        {%- generation %}
-            {{- '<|im_start|>assistant\\n' + content + '<|im_end|>\\n' }}
-        {%- endgeneration %}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n' }}
-{%- endif %}
-{%- if tools %}{{ tools | tojson }}{% endif %}
-"""
-GEMMA = (
-    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}"
-    "{{ raise_exception('System role not supported') }}{% endif %}{% for message in messages %}"
-    "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('Conversation roles must alternate') }}{% endif %}"
-    "{% if (message['role'] == 'assistant') %}{% set role = 'model' %}"
-    "{% else %}{% set role = message['role'] %}{% endif %}"
-    "{{ '<start_of_turn>' + role + '\\n' + message['content'] | trim + '<end_of_turn>\\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{'<start_of_turn>model\\n'}}{% endif %}"
-)
-MISTRAL = (
-    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}"
-    "{{ '[INST] ' + message['content'] + ' [/INST]' }}{% elif message['role'] == 'assistant' %}"
-    "{{ message['content'] + eos_token}}{% else %}{% continue %}{% endif %}{% endfor %}"
-)
-PHI3 = """{% for message in messages %}
-{% if message['role'] == 'system' and message['content'] %}{{'<|system|>
-' + message['content'] + '<|end|>
-'}}{% elif message['role'] == 'user' %}{{'<|user|>
-' + message['content'] + '<|end|>
-'}}{% elif message['role'] == 'assistant' %}{{'<|assistant|>
-' + message['content'] + '<|end|>
-'}}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>
-' }}{% else %}{{ eos_token }}{% endif %}"""
-
-# Model type, template, special tokens, other added tokens, settings of the special ones.
-Case = tuple[str, str, list[str], list[str], dict[str, bool]]
-CASES: dict[str, Case] = {
-    "llama 3": (
-        "llama",
-        LLAMA3,
-        ["<|begin_of_text|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"],
-        [],
-        {},
-    ),
-    "qwen": (
-        "qwen2",
-        QWEN,
-        ["<|endoftext|>", "<|im_end|>", "<|im_start|>"],
-        ["<think>", "</think>"],
-        {},
-    ),
-    "gemma": (
-        "gemma2",
-        GEMMA,
-        ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>", "<unk>", "<pad>"],
-        ["\n", "  ", "<h1>"],
-        {},
-    ),
-    "mistral": ("mistral", MISTRAL, ["<s>", "</s>"], ["[INST]", "[/INST]"], {}),
-    "phi 3": (
-        "phi3",
-        PHI3,
-        ["<s>", "<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"],
-        [],
-        {"rstrip": True},
-    ),
-    "gpt2": (
-        "gpt2",
-        "{% for message in messages %}{{ message.content }}{{ eos_token }}{% endfor %}",
-        ["<|endoftext|>", "<|endoftext|>"],
-        [],
-        {},
-    ),
+# Model type, further added tokens and settings of the special ones, for published templates.
+CASES: dict[str, tuple[str, list[str], dict[str, bool]]] = {
+    "llama 3": ("llama", [], {}),
+    "qwen 3": ("qwen2", [], {}),
+    "gemma 3": ("gemma2", ["\n", "  ", "<h1>"], {}),
+    "mistral v3": ("mistral", [], {}),
+    "zephyr": ("phi3", [], {"rstrip": True}),
+    "gpt2": ("gpt2", [], {}),
 }
-BYTE_LEVEL = ("llama 3", "qwen", "gpt2")
+GPT2 = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    "{% for message in messages %}{% if not message.content %}{% continue %}{% endif %}"
+    "{% generation %}{{ message.content }}{{ eos_token }}{% endgeneration %}{% endfor %}"
+)
+TEMPLATES = {**PUBLISHED, "gpt2": (GPT2, ["<|endoftext|>", "<|endoftext|>"], [])}
+BYTE_LEVEL = ("llama 3", "qwen 3", "gpt2")
 CORPUS = ["Straße über Häuser", "hello world, this is a test", "user model assistant system"] * 9
 USER = {"role": "user", "content": "  Hello  wörld,\n this is <h1> a test "}
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -151,8 +51,10 @@ CHATS: list[list[dict[str, Any]]] = [
 
 def write(folder: Path, name: str, how: str = "jinja") -> int:
     """Writes a folder with a tokenizer.json and the chat template; returns the number of ids."""
-    kind, template, special, others, flags = CASES[name]
-    bytewise = name in BYTE_LEVEL
+    (template, special, others), (kind, more, flags) = TEMPLATES[name], CASES[name]
+    others, bytewise = [*others, *more], name in BYTE_LEVEL
+    if name == "gemma 3":
+        special = [*special, "<unk>", "<pad>"]
     model = tokenizers.models.BPE(
         **({} if bytewise else {"byte_fallback": True, "unk_token": "<unk>"})
     )
@@ -218,14 +120,15 @@ def test_messages_become_their_ids(name: str, how: str, tmp_path: Path) -> None:
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     options: dict[str, Any] = {"add_generation_prompt": True, "return_dict": False}
     if name == "llama 3":  # the day on which the test runs, which ours does not know
-        options["chat_template"] = LLAMA3.replace("strftime_now is defined", "false")
+        source = TEMPLATES[name][0]
+        options["chat_template"] = source.replace("strftime_now is defined", "false")
     refused = 0
     for chat in CHATS:
         wanted = outcome(lambda chat=chat: theirs.apply_chat_template(chat, **options))
         refused += wanted == "raised"
         found = outcome(lambda chat=chat: ours.encode_chat(chat))
         assert found == wanted, chat
-    assert refused == (1 if name == "gemma" else 0)
+    assert refused == (name == "gpt2")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -234,7 +137,7 @@ def test_special_tokens_in_a_message_stay_text(name: str, tmp_path: Path) -> Non
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert ours.chat is not None
     control = set(ours.chat.control.values())
-    assert set(CASES[name][2]) <= ours.chat.control.keys()
+    assert set(TEMPLATES[name][1]) <= ours.chat.control.keys()
     assert {"\n", "  ", "<h1>"}.isdisjoint(ours.chat.control)
     for text in ours.chat.control:
         for content in (text, f"a{text}b", f"x {text}\n y", f"{text}{text}", f"{text[0]}{text}"):
@@ -258,7 +161,7 @@ def test_special_tokens_in_a_message_stay_text(name: str, tmp_path: Path) -> Non
 
 
 def test_a_template_that_is_none_is_refused(tmp_path: Path) -> None:
-    size = write(tmp_path, "qwen")
+    size = write(tmp_path, "qwen 3")
     (tmp_path / "chat_template.jinja").write_text("{% for x in %}")
     with pytest.raises(InputError, match=r"template\.jinja: expected a chat template .*correct"):
         imported(tmp_path, size)
@@ -269,7 +172,7 @@ def test_a_template_that_is_none_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_templates_without_a_default_has_no_chat(tmp_path: Path) -> None:
-    size = write(tmp_path, "qwen")
+    size = write(tmp_path, "qwen 3")
     folder = tmp_path / "additional_chat_templates"
     folder.mkdir()
     (tmp_path / "chat_template.jinja").rename(folder / "tool_use.jinja")
@@ -279,7 +182,7 @@ def test_a_folder_of_templates_without_a_default_has_no_chat(tmp_path: Path) -> 
 
 
 def test_the_clock_is_refused(tmp_path: Path) -> None:
-    size = write(tmp_path, "qwen")
+    size = write(tmp_path, "qwen 3")
     (tmp_path / "chat_template.jinja").write_text("{{ strftime_now('%Y') }}")
     ours, _ = imported(tmp_path, size)
     with pytest.raises(ChatError, match="'strftime_now' is undefined"):
@@ -292,24 +195,15 @@ def test_a_folder_is_imported_exported_and_answers_chats(
     monkeypatch.setattr("transferry.export.oracle.effort.RECORDED_LENGTH", 6)
     theirs, run, bundle = tmp_path / "theirs", tmp_path / "run", tmp_path / "bundle"
     theirs.mkdir()
-    size = write(theirs, "qwen") + 5
+    size = write(theirs, "qwen 3") + 5
     end = json.loads((theirs / "config.json").read_text())["eos_token_id"]
-    shape = dict(hidden_size=32, num_attention_heads=4, intermediate_size=48, num_hidden_layers=1)
-    shape["num_key_value_heads"] = 2
-    config = transformers.Qwen2Config(
-        vocab_size=size, **shape, max_position_embeddings=256, eos_token_id=end, bos_token_id=end
-    )
-    torch.manual_seed(3)
-    model = transformers.Qwen2ForCausalLM(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
-    model.eval().save_pretrained(theirs)
+    ids = {"eos_token_id": end, "bos_token_id": end, "max_position_embeddings": 256}
+    model = Drawn("qwen2", 3, theirs, size, 1, **ids).theirs
     said = done("import", theirs, "--out", run).stderr
     assert "tokenizer: chat template kept for --chat and --messages" in said
     assert "config.json, without effect on answers: " in said
     done("export", run, "--out", bundle)
-    assert (bundle / "chat_template.jinja").read_text(encoding="utf-8") == QWEN
+    assert (bundle / "chat_template.jinja").read_text(encoding="utf-8") == TEMPLATES["qwen 3"][0]
     lines = tmp_path / "lines.txt"
     lines.write_text("hello world\nStraße <|im_end|>\n", encoding="utf-8")
     command = ("run", bundle, lines, "--chat", "--max-length", "12", "--format", "jsonl")
@@ -319,7 +213,8 @@ def test_a_folder_is_imported_exported_and_answers_chats(
     prompt = tokenizer.apply_chat_template(
         chat, add_generation_prompt=True, return_dict=False, return_tensors="pt"
     )
-    wanted = model.generate(prompt, max_new_tokens=12, do_sample=False, pad_token_id=end)
+    with exact():
+        wanted = model.generate(prompt, max_new_tokens=12, do_sample=False, pad_token_id=end)
     answer = tokenizer.decode(wanted[0, prompt.shape[1] :], skip_special_tokens=True)
     assert found[0]["text"] == answer
     assert found[0]["source_tokens"] == prompt.shape[1]
