@@ -54,7 +54,7 @@ class OwnModel(Transformer):
     def __init__(self, module: nn.Module, config: ModelConfig) -> None:
         nn.Module.__init__(self)
         self.config = config
-        self.module = module
+        self.module: Any = module
         self.encoder: Any = (None,) * config.encoder_layers
         self.decoder: Any = (None,) * config.decoder_layers
         self.output = None
@@ -81,18 +81,13 @@ class OwnModel(Transformer):
 
     def encode(self, source: Tensor, source_mask: Tensor) -> Tensor:
         """See `Transformer.encode`."""
-        module: Any = self.module
-        encoded: Tensor = (
-            module.encode(source, source_mask)
-            if self.config.decoder_layers
-            else module(source, source_mask)
-        )
+        encode = self.module.encode if self.config.decoder_layers else self.module
+        encoded: Tensor = encode(source, source_mask)
         return encoded
 
     def cross(self, encoded: Tensor) -> list[KeyValues]:
         """See `Transformer.cross`."""
-        module: Any = self.module
-        return [KeyValues(*both) for both in module.cross(encoded)]
+        return [KeyValues(*both) for both in self.module.cross(encoded)]
 
     def empty_past(self, batch: int) -> list[KeyValues]:
         """See `Transformer.empty_past`."""
@@ -104,14 +99,12 @@ class OwnModel(Transformer):
         self, target: Tensor, mask: Tensor, cross: Sequence[Any], past: Sequence[Any]
     ) -> tuple[Tensor, list[Any]]:
         """See `Transformer.decode`."""
-        module: Any = self.module
-        logits, present = module.decode(target, mask, cross, past)
+        logits, present = self.module.decode(target, mask, cross, past)
         return logits, [KeyValues(*both) for both in present]
 
     def logits(self, x: Tensor) -> Tensor:
         """See `Transformer.logits`."""
-        module: Any = self.module
-        found: Tensor = module.logits(x)
+        found: Tensor = self.module.logits(x)
         return found
 
 

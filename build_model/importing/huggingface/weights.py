@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from torch import Tensor
 from transferry.build_model.checkpoint import STORED, is_finite
 from transferry.build_model.importing.formats.lora import AdaptedTensors, Adapter
 from transferry.build_model.importing.formats.tensors import FLOATING, Tensors, meta
+from transferry.build_model.importing.formats.writer import TensorWriter
 from transferry.build_model.importing.huggingface.tables import (
     BUFFER,
     SHARED,
@@ -52,24 +52,6 @@ FORMULAS = {
 }
 
 
-class Written(Protocol):
-    """Where tensors go: a dictionary, or a file."""
-
-    def __setitem__(self, name: str, tensor: Tensor) -> None:
-        """Takes a tensor."""
-
-    def __getitem__(self, name: str) -> Tensor:
-        """Returns a tensor that was taken."""
-
-
-@dataclass(frozen=True)
-class _Step:
-    """Conversion of one of their tensors: our names, and the change."""
-
-    move: Move
-    ours: tuple[str, ...]
-
-
 @dataclass
 class Converted:
     """Tensors of a pretrained, converted when they are written.
@@ -86,7 +68,7 @@ class Converted:
     shapes: dict[str, Tensor] = field(default_factory=dict)
     left_out: dict[str, int] = field(default_factory=dict)
     computed: dict[str, int] = field(default_factory=dict)
-    _steps: dict[str, _Step] = field(default_factory=dict)
+    _steps: dict[str, tuple[Move, list[str]]] = field(default_factory=dict)
     _formulas: dict[str, Tensor] = field(default_factory=dict)
 
     @property
@@ -111,7 +93,9 @@ class Converted:
         self.left_out[what] = self.left_out.get(what, 0) + tensor.numel()
 
     def write(
-        self, out: Written, show: Callable[[str, int, int], None] = lambda *state: None
+        self,
+        out: TensorWriter | dict[str, Tensor],
+        show: Callable[[str, int, int], None] = lambda *state: None,
     ) -> None:
         """Reads, converts and hands on one tensor after the other.
 
@@ -126,20 +110,19 @@ class Converted:
             out[ours] = tensor
         came_from: dict[str, str] = {}
         # A summand comes after the tensor that it is added to.
-        names = sorted(self._steps, key=lambda name: bool(self._steps[name].move.adds))
+        names = sorted(self._steps, key=lambda name: bool(self._steps[name][0].adds))
         for number, name in enumerate(names):
             show("copying tensors", number, len(names))
-            step, tensor = self._steps[name], self.tensors.read(name)
-            for ours, piece in zip(
-                step.ours, _changed(step.move, tensor, self.config), strict=True
-            ):
+            move, places = self._steps[name]
+            pieces = move.change(self.tensors.read(name), self.config)
+            for ours, piece in zip(places, pieces, strict=True):
                 kept = piece.to(self.shapes[ours].dtype)
                 if not is_finite(kept):
                     raise InputError(
                         f"{self.tensors.origin}: expected finite numbers in the tensor {name}, "
                         "found NaN or infinity; the file is damaged, or the training failed"
                     )
-                if step.move.adds:
+                if move.adds:
                     out[ours] = out[ours] + kept
                 elif ours not in came_from:
                     out[ours], came_from[ours] = kept.contiguous(), name
@@ -194,7 +177,7 @@ def convert_weights(
             converted.shapes[ours] = meta(expected[ours], kept if same else torch.float32)
         if move.adds:
             converted.leave_out(move.adds, tensor)
-        converted._steps[name] = _Step(move, tuple(ours for ours, _ in pieces))
+        converted._steps[name] = move, [ours for ours, _ in pieces]
     for ours, tensor in family.computes(config).items():
         if ours not in converted.shapes:
             converted.shapes[ours] = meta(tensor.shape, tensor.dtype)
@@ -302,7 +285,7 @@ def _require_all(
     family: Family, expected: Mapping[str, list[int]], converted: Converted, origin: str
 ) -> None:
     made = {
-        ours for step in converted._steps.values() if not step.move.adds for ours in step.ours
+        ours for move, places in converted._steps.values() if not move.adds for ours in places
     } | converted._formulas.keys()
     missing = [_theirs(family, ours) for ours in expected if ours not in made]
     missing += [
@@ -364,19 +347,15 @@ def _pieces(
     if tensor.dim() not in (1, 2):
         return [(names[0], tensor)]
     try:
-        return list(zip(names, _changed(move, tensor, config), strict=True))
+        return list(zip(names, move.change(tensor, config), strict=True))
     except (RuntimeError, ValueError):  # of another size than in config.json
         return [(names[0], tensor)]
-
-
-def _changed(move: Move, tensor: Tensor, config: ModelConfig) -> tuple[Tensor, ...]:
-    return tuple(move.change(tensor, config))
 
 
 def _theirs(family: Family, ours: str) -> str:
     """Their name of one of our tensors."""
     for pattern, place in family.table.items():
-        for candidate in _our_patterns(place):
+        for candidate in (place,) if isinstance(place, str) else getattr(place, "ours", ()):
             expression = re.escape(candidate).replace("\\#", r"(?P<layer>\d+)")
             expression = expression.replace("@", r"\d+")
             expression = expression.replace("\\*", "(?P<ending>weight|bias)")
@@ -386,9 +365,3 @@ def _theirs(family: Family, ours: str) -> str:
                     "*", found.get("ending") or "*"
                 )
     return f"of our {ours}"
-
-
-def _our_patterns(place: str | Move | NoPlace) -> tuple[str, ...]:
-    if isinstance(place, str):
-        return (place,)
-    return place.ours if isinstance(place, Move) else ()

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from transferry.build_model.importing.formats.weight_files import open_weights
 from transferry.build_model.importing.huggingface.folder import (
     CONFIG,
     REMEDY,
@@ -22,10 +21,10 @@ from transferry.build_model.importing.huggingface.folder import (
 )
 from transferry.build_model.importing.huggingface.settings_table import MODULE, READING, SENTENCE
 from transferry.build_model.importing.toolkits.sentence_transformers import (
-    ACTIVATIONS,
     LEAST,
     MODULES,
     SentenceModules,
+    linear_layers,
     module_folder,
     reading_of,
 )
@@ -38,6 +37,7 @@ from transferry.runtime.tokenizer.byte_pair import AnyTokenizer
 METADATA = "artifact.metadata"
 DENSE = "pylate.models.Dense.Dense"
 COLBERT = "HF_ColBERT"
+HEAD = HeadSettings("embed", default_prompt="document", vectors="tokens")
 # Keys of the prefix, the length and the default prefix of each side.
 PYLATE = {
     "query": ("query_prefix", "query_length", "[Q] ", 32),
@@ -161,9 +161,10 @@ def read_late_interaction(
         return None
     texts = Settings.read(folder / METADATA, required=False, ignored=ignored)
     words = string.punctuation if texts.flag("mask_punctuation", True) else ""
+    fields = {"head_widths": (texts.whole("dim", 128),), "head_activations": ("none",)}
     return LateInteraction(
         folder,
-        *(_fields([texts.whole("dim", 128)], ["none"], [False]), [], _head()),
+        *({**fields, "head_biases": (False,), "unit_length": True}, [], HEAD),
         **_sides(texts, STANFORD),
         lower=False,
         attends=texts.flag("attend_to_mask_tokens", False),
@@ -186,21 +187,11 @@ def _pylate(folder: Path, listed: list[dict[str, Any]], ignored: frozenset[str])
     texts = Settings.read(folder / SENTENCE, required=False, ignored=ignored)
     reading = reading_of(transformer, "feature-extraction", ignored)
     reading.get("max_seq_length")  # each side has a length of its own
-    files = [(SENTENCE, texts), (READING, reading)]
-    widths, activations, biases, dense = [], [], [], []
-    for each in others:
-        place = module_folder(folder, each)
-        settings = Settings.read(place / CONFIG, ignored=ignored)
-        settings.only("use_residual", False)
+    places = [module_folder(folder, each) for each in others]
+    linear, dense, layers = linear_layers(places, "torch.nn.modules.linear.Identity", ignored)
+    for settings in layers:
         for name in ("module_input_name", "module_output_name"):
             settings.only(name, "token_embeddings", "sentence_embedding")
-        settings.whole("in_features")
-        widths.append(settings.whole("out_features"))
-        usual = "torch.nn.modules.linear.Identity"
-        activations.append(settings.choice("activation_function", ACTIVATIONS, usual))
-        biases.append(settings.flag("bias", True))
-        dense.append(open_weights(place))
-        files.append((MODULE, settings))
     prompts = texts.get("prompts", {})
     if not isinstance(prompts, dict) or any(prompts.values()):
         texts.refuse("prompts", prompts, "empty ones beside query_prefix and document_prefix")
@@ -211,27 +202,14 @@ def _pylate(folder: Path, listed: list[dict[str, Any]], ignored: frozenset[str])
         texts.refuse("skiplist_words", words, "a list of words")
     return LateInteraction(
         transformer,
-        *(_fields(widths, activations, biases), dense, _head()),
+        *({**linear, "unit_length": True}, dense, HEAD),
         **_sides(texts, PYLATE),
         lower=reading.flag("do_lower_case", False),
-        files=files,
+        files=[(SENTENCE, texts), (READING, reading), *((MODULE, each) for each in layers)],
         expands=texts.flag("do_query_expansion", True),
         attends=texts.flag("attend_to_expansion_tokens", False),
         skipped=tuple(words),
     )
-
-
-def _fields(widths: list[int], activations: list[Any], biases: list[bool]) -> dict[str, Any]:
-    return {
-        "head_widths": tuple(widths),
-        "head_activations": tuple(activations),
-        "head_biases": tuple(biases),
-        "unit_length": True,
-    }
-
-
-def _head() -> HeadSettings:
-    return HeadSettings("embed", default_prompt="document", vectors="tokens")
 
 
 def _sides(texts: Settings, keys: Mapping[str, tuple[str, str, str, int]]) -> dict[str, Any]:

@@ -7,10 +7,10 @@ head of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -163,44 +163,77 @@ def read_sentence_transformers(
         )
     texts.only("model_type", "SentenceTransformer")
     reading = reading_of(modules[0][1], "feature-extraction", ignored)
-    files = [(SENTENCE, texts), (READING, reading)]
+    pooling = Settings.read(modules[1][1] / CONFIG, ignored=ignored)
     fields: dict[str, Any] = {"unit_length": kinds[-1] == "Normalize"}
-    widths: list[int] = []
-    activations: list[HeadActivation] = []
-    biases, dense = list[bool](), list[Tensors]()
-    for kind, place in modules[1:]:
-        needed = kind != "Normalize"
-        settings = Settings.read(place / CONFIG, required=needed, ignored=ignored)
-        files.append((MODULE, settings))
-        if kind == "Pooling":
-            fields["pooling"] = _pooling(settings, texts)
-        if kind == "Dense":
-            settings.only("use_residual", False)
-            widths.append(settings.whole("out_features"))
-            settings.whole("in_features")
-            usual = next(iter(ACTIVATIONS))
-            activations.append(settings.choice("activation_function", ACTIVATIONS, usual))
-            biases.append(settings.flag("bias", True))
-            dense.append(open_weights(place))
+    fields["pooling"] = _pooling(pooling, texts)
+    places = [place for kind, place in modules if kind == "Dense"]
+    linear, dense, files = linear_layers(places, next(iter(ACTIVATIONS)), ignored)
+    files = [pooling, *files]
+    if fields["unit_length"]:
+        files.append(Settings.read(modules[-1][1] / CONFIG, required=False, ignored=ignored))
+    for settings in files:
         for name in ("module_input_name", "module_output_name"):
             settings.only(name, "sentence_embedding")
-    fields |= {
-        "head_widths": tuple(widths),
-        "head_activations": tuple(activations),
-        "head_biases": tuple(biases),
+    return _made(modules[0][1], (texts, reading, *files), fields=fields | linear, dense=dense)
+
+
+def linear_layers(
+    places: Sequence[Path], usual: str, ignored: frozenset[str]
+) -> tuple[dict[str, Any], list[Tensors], list[Settings]]:
+    """Reads Dense modules.
+
+    Args:
+        places: Their folders.
+        usual: The activation where a folder names none.
+        ignored: Settings that the user ignores.
+
+    Returns:
+        Fields of ModelConfig, tensors and settings.
+
+    Raises:
+        InputError: A file is missing or damaged, or a setting is not supported.
+    """
+    files = [Settings.read(place / CONFIG, ignored=ignored) for place in places]
+    for settings in files:
+        settings.only("use_residual", False)
+        settings.whole("in_features")
+    fields = {
+        "head_widths": tuple(each.whole("out_features") for each in files),
+        "head_activations": tuple(
+            each.choice("activation_function", ACTIVATIONS, usual) for each in files
+        ),
+        "head_biases": tuple(each.flag("bias", True) for each in files),
     }
-    head, lower = _settings(texts, _longest(reading)), reading.flag("do_lower_case", False)
-    return SentenceModules(modules[0][1], fields, dense, head, lower, files=files)
+    return fields, [open_weights(place) for place in places], files
+
+
+def _made(
+    transformer: Path,
+    files: Sequence[Settings],
+    *,
+    fields: dict[str, Any] | None = None,
+    dense: list[Tensors] | None = None,
+    scores: tuple[int, ...] = (),
+    **head: Any,
+) -> SentenceModules:
+    """Returns modules, from the settings of texts, reading and modules, in this order."""
+    texts, reading, *others = files
+    settings = replace(_settings(texts, _longest(reading)), **head)
+    return SentenceModules(
+        *(transformer, fields or {}, dense or [], settings),
+        *(reading.flag("do_lower_case", False), scores),
+        files=[(SENTENCE, texts), (READING, reading), *((MODULE, each) for each in others)],
+    )
 
 
 def _cross_encoder(transformer: Path, texts: Settings, ignored: frozenset[str]) -> SentenceModules:
     texts.only("model_type", "CrossEncoder")
     reading = reading_of(transformer, "sequence-classification", ignored)
-    longest, lower = _longest(reading), reading.flag("do_lower_case", False)
-    rank = texts.choice("activation_fn", RANKS, next(iter(RANKS)))
-    head = replace(_settings(texts, longest), task="classify", rank=rank)
-    files = [(SENTENCE, texts), (READING, reading)]
-    return SentenceModules(transformer, {}, [], head, lower, files=files)
+    return _made(transformer, (texts, reading), task="classify", rank=_rank(texts))
+
+
+def _rank(texts: Settings) -> Literal["sigmoid", "none"]:
+    return texts.choice("activation_fn", RANKS, next(iter(RANKS)))
 
 
 def _sparse_encoder(
@@ -214,11 +247,8 @@ def _sparse_encoder(
     for name in ("word_embedding_dimension", "embedding_dimension", "chunk_size"):
         settings.get(name)
     texts.only("max_active_dims", None)
-    head = replace(_settings(texts, _longest(reading)), vectors="sparse")
     fields = {"pooling": (f"splade-{logs}{kind}",), "unit_length": False}
-    files = [(SENTENCE, texts), (READING, reading), (MODULE, settings)]
-    lower = reading.flag("do_lower_case", False)
-    return SentenceModules(transformer, fields, [], head, lower, files=files)
+    return _made(transformer, (texts, reading, settings), fields=fields, vectors="sparse")
 
 
 def _reranker(
@@ -240,16 +270,12 @@ def _reranker(
     answer = chat.get("add_generation_prompt", False) if isinstance(chat, dict) else chat
     if named not in ({}, {"chat_template": chat}) or type(answer) is not bool:
         reading.refuse("processing_kwargs", named, "add_generation_prompt of chat_template")
-    longest, lower = _longest(reading), reading.flag("do_lower_case", False)
-    rank = texts.choice("activation_fn", RANKS, next(iter(RANKS)))
-    head = replace(_settings(texts, longest), task="classify", rank=rank)
+    files = texts, reading, scoring
+    made = _made(transformer, files, scores=tokens, task="classify", rank=_rank(texts))
     kinds = {"structured": True, "flat": False}
-    return SentenceModules(
-        *(transformer, {}, [], head, lower, tokens),
-        structured=kinds.get(str(dict(message or {}).get("format"))),
-        answer=answer,
-        files=[(SENTENCE, texts), (READING, reading), (MODULE, scoring)],
-    )
+    made.structured = kinds.get(str(dict(message or {}).get("format")))
+    made.answer = answer
+    return made
 
 
 # Readers of two modules that are no sentence encoder.

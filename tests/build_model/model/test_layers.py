@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from transferry.build_model.model.config import ModelConfig
+from transferry.build_model.model.layers import rotary_angles, rotary_rates
 from transferry.build_model.model.parts.disentangled import Disentangled
 from transferry.build_model.model.transformer import Transformer
 
@@ -43,6 +44,16 @@ def random_tokens(rows: int, length: int) -> Tensor:
 def scores(model: Transformer, tokens: Tensor) -> Tensor:
     nothing = torch.zeros(len(tokens), 0, dtype=torch.bool)
     return model.decode(tokens, nothing, [], model.empty_past(len(tokens)))[0]
+
+
+def test_rotation_is_multiplication_by_a_complex_number() -> None:
+    """Su et al. (2021): the pair (x_i, x_(i + d/2)) as one complex number, times e^(i m theta)."""
+    x = torch.randn(2, 3, 11, 8, dtype=torch.float64)
+    found = rotary_angles(11, rotary_rates(8, 100.0)).turn(x)
+    theta = 100.0 ** (-torch.arange(0, 8, 2, dtype=torch.float64) / 8)
+    angle = torch.arange(11, dtype=torch.float64)[:, None] * theta
+    turned = torch.complex(x[..., :4], x[..., 4:]) * torch.polar(torch.ones_like(angle), angle)
+    torch.testing.assert_close(found, torch.cat([turned.real, turned.imag], -1), rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("positions", ["sinusoidal", "learned", "rotary"])
