@@ -94,12 +94,7 @@ def _opened(path: Path) -> AbstractContextManager[Any]:
 
 @contextmanager
 def open_tensors(path: Path, if_missing: str, if_damaged: str) -> Iterator[Any]:
-    """Opens a safetensors file.
-
-    Args:
-        path: The file.
-        if_missing: What to do if there is no such file.
-        if_damaged: What to do if it is truncated or not safetensors.
+    """Opens a safetensors file; the remedies are for errors.
 
     Raises:
         InputError: The file is missing, truncated or not safetensors.

@@ -31,11 +31,7 @@ _FAULTS = (
 
 
 def _load(path: Path) -> Any:
-    """Reads a file of torch.save; tensors of the newer format stay on the disk until they are used.
-
-    Raises:
-        InputError: The file is missing or damaged, or would have to run code.
-    """
+    """Reads a file of torch.save; tensors of the newer format stay on the disk until their use."""
     mapped = _is_archive(path)
     try:
         with warnings.catch_warnings():

@@ -92,13 +92,7 @@ class JoinedTensors(Tensors):
     """The tensors of several files, by an index."""
 
     def __init__(self, index: Path, places: Mapping[str, str], files: Mapping[str, Tensors]):
-        """Opens nothing yet.
-
-        Args:
-            index: The file that tells where each tensor is.
-            places: Name of the file, by tensor.
-            files: The files by name.
-        """
+        """Opens nothing yet; the index tells in which file each tensor is."""
         self.origin, self._places, self._files = str(index.parent), places, files
         self._index = index
 

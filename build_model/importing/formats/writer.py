@@ -74,11 +74,7 @@ class TensorWriter:
 
 @contextmanager
 def tensor_writer(path: Path, shapes: Mapping[str, Tensor]) -> Iterator[TensorWriter]:
-    """Opens a safetensors file for writing; it appears whole or not at all.
-
-    Args:
-        path: The file.
-        shapes: Tensors of the shapes and types that will be written, on any device.
+    """Opens a safetensors file for writing, as `TensorWriter`; it appears whole or not at all.
 
     Raises:
         InputError: The disk is full, or the folder cannot be written to.

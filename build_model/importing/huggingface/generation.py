@@ -93,10 +93,6 @@ def generation_defaults(pretrained: PretrainedFolder, shape: ModelConfig) -> tup
     As in transformers, generation_config.json replaces the settings of config.json as a whole; a
     folder of before there was such a file has them in config.json.
 
-    Args:
-        pretrained: The folder.
-        shape: Shape of its model, with a decoder.
-
     Returns:
         The fields; and the settings that are left out, with value and reason.
 

@@ -202,12 +202,6 @@ def _end(name: str) -> str:
 def reads(config: Settings, family: Family, shape: ModelConfig, names: set[str]) -> bool:
     """Whether a decoder-only model reads texts and does not continue them.
 
-    Args:
-        config: config.json.
-        family: Its type.
-        shape: Shape of the type.
-        names: Names of all tensors.
-
     Raises:
         InputError: It is of a class that cannot be imported.
     """
@@ -283,12 +277,8 @@ def as_source_reader(
 ) -> tuple[Family, ModelConfig]:
     """Returns an encoder-decoder type as an encoder-only one where it does not generate.
 
-    Args:
-        config: config.json.
-        family: Its type; with stems, its encoder alone is a class of transformers.
-        shape: Shape of the type.
-        names: Names of all tensors.
-        module: Whether it is a module of sentence-transformers, which takes the encoder.
+    With stems, its encoder alone is a class of transformers; `module` is one of
+    sentence-transformers, which takes the encoder.
     """
     stems, tags = family.stems.split(), task_of(config) == "tag"
     encoders = {f"{stem}EncoderModel" for stem in stems}

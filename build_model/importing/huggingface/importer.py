@@ -274,12 +274,7 @@ def _without_effect(
     shape: ModelConfig,
     ignored: frozenset[str],
 ) -> list[str]:
-    """Returns lines on the settings that change no answer, and on those that the user ignores.
-
-    Raises:
-        InputError: A setting may change answers, and is not carried over.
-        UsageError: No file has a setting to be ignored.
-    """
+    """Returns lines on the settings that change no answer, and on those that the user ignores."""
     files = [] if sentence is None else list(sentence.files)
     files += [(CONFIG, pretrained.config), (TOKENIZER_CONFIG, pretrained.tokenizer)]
     files += [(SPECIAL_TOKENS, pretrained.special_tokens)]
@@ -304,11 +299,7 @@ def _without_effect(
 def _with_segments(
     family: Family, shape: ModelConfig, pretrained: PretrainedFolder, tokenizer: AnyTokenizer
 ) -> tuple[Family, ModelConfig]:
-    """Adds segments to a model that was trained to tell the two texts of a pair apart.
-
-    Raises:
-        InputError: The tokenizer numbers the segments in another way than by the end of the first.
-    """
+    """Adds segments to a model that was trained to tell the two texts of a pair apart."""
     kinds = pretrained.config.whole("type_vocab_size", 2) if family.segments else 0
     if kinds < 2 or not any(pretrained.segments):
         return family, shape
@@ -334,11 +325,7 @@ def _cut(
     pretrained: PretrainedFolder,
     shape: ModelConfig,
 ) -> HeadSettings:
-    """Returns how texts are read, with the length that sentence-transformers cuts them to.
-
-    Raises:
-        InputError: A cross-encoder has no head.
-    """
+    """Returns how texts are read, with the length that sentence-transformers cuts them to."""
     if head is None:
         pretrained.config.refuse(
             "architectures", pretrained.config.get("architectures"), "…ForSequenceClassification"

@@ -86,12 +86,8 @@ class LateInteraction(SentenceModules):
     ) -> tuple[HeadSettings, ModelConfig]:
         """Returns head and shape with the ids of tokens.
 
-        Args:
-            head: As it is without.
-            shape: Likewise.
-            tokenizer: The tokenizer.
-            pretrained: The folder, which names the tokens for masks and for unknown words; PyLate
-                skips unknown words where a word to skip is no token.
+        The folder names the tokens for masks and for unknown words; PyLate skips unknown words
+        where a word to skip is no token.
 
         Raises:
             InputError: A prefix is no token, or the model cannot be filled up with masks.
@@ -144,10 +140,6 @@ def read_late_interaction(
     folder: Path, ignored: frozenset[str] = frozenset()
 ) -> LateInteraction | None:
     """Reads a folder of PyLate or ColBERT; None if it is neither.
-
-    Args:
-        folder: The folder.
-        ignored: Settings that the user ignores.
 
     Raises:
         InputError: A file is missing or damaged, or a module or setting is not supported.

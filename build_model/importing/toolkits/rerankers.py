@@ -118,11 +118,6 @@ def joined_by(
 ) -> tuple[str, ...]:
     """Returns the template of a pair, and gives the tokenizer the tokens around it.
 
-    Args:
-        pretrained: The folder.
-        tokenizer: Its tokenizer, with the chat template.
-        modules: The modules.
-
     Raises:
         InputError: The chat template holds no pair of texts.
     """

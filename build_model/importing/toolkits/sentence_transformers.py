@@ -136,10 +136,6 @@ def read_sentence_transformers(
 ) -> SentenceModules | None:
     """Reads the modules of a folder; None if it has no modules.json.
 
-    Args:
-        folder: The folder.
-        ignored: Settings that the user ignores.
-
     Raises:
         InputError: A file is missing or damaged, or a module or setting is not supported.
     """
@@ -180,12 +176,7 @@ def read_sentence_transformers(
 def linear_layers(
     places: Sequence[Path], usual: str, ignored: frozenset[str]
 ) -> tuple[dict[str, Any], list[Tensors], list[Settings]]:
-    """Reads Dense modules.
-
-    Args:
-        places: Their folders.
-        usual: The activation where a folder names none.
-        ignored: Settings that the user ignores.
+    """Reads Dense modules, with the `usual` activation where a folder names none.
 
     Returns:
         Fields of ModelConfig, tensors and settings.
@@ -309,11 +300,7 @@ def _longest(reading: Settings) -> int:
 
 
 def _module(folder: Path, entry: Mapping[str, Any]) -> tuple[str, Path]:
-    """Returns class and folder of a module.
-
-    Raises:
-        InputError: It is a class of somebody else's, or lies outside of the folder.
-    """
+    """Returns class and folder of a module."""
     name = entry.get("type")
     if not isinstance(name, str) or not name.startswith("sentence_transformers."):
         raise InputError(

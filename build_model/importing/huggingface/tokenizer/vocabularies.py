@@ -108,13 +108,7 @@ def _special_texts(pretrained: PretrainedFolder, name: str, size: int) -> dict[s
 
     Those are tokens of their own in a text for transformers, and text for SentencePiece.
 
-    Args:
-        pretrained: The folder.
-        name: Name of the tokenizer's class.
-        size: Number of ids of the model; tokens beyond it stay text.
-
-    Raises:
-        InputError: The folder names another class.
+    Tokens beyond the `size` of the model stay text.
     """
     settings = pretrained.tokenizer
     names = (name, f"{name}Fast", "PythonBackend", "PythonBackendFast")
@@ -201,12 +195,7 @@ def _with_languages(
 ) -> SpecialTokens:
     """Adds a table of languages, and the tokens around a source in its own language.
 
-    Args:
-        pretrained: The folder.
-        special: The special tokens so far.
-        kind: The class of the tokenizer.
-        ids: Id of each language.
-        end: End of a source. Default: that of an output.
+    `end` ends a source, by default as an output.
     """
     settings, eos = pretrained.tokenizer, special.eos_id if end is None else end
     source = settings.get("src_lang", kind.default)
@@ -274,11 +263,7 @@ def decoder_tokenizer(pretrained: PretrainedFolder, config: ModelConfig) -> AnyT
 
 
 def _read(pretrained: PretrainedFolder, config: ModelConfig) -> FastTokenizer:
-    """A tokenizer whose ids the model has; the model may have more.
-
-    Raises:
-        InputError: A text may give an id that the model lacks.
-    """
+    """A tokenizer whose ids the model has; the model may have more."""
     found = read_fast_tokenizer(pretrained)
     try:
         found = found.below(config.vocabulary_size)

@@ -369,6 +369,22 @@ def randomise(model: Any) -> None:
             parameter.copy_(on_a_grid(drawn))
 
 
+def drawn_model(config: Any, model_class: Any, seed: int = 0) -> Any:
+    """A model of transformers with numbers of its own, in eval mode."""
+    torch.manual_seed(seed)
+    model = model_class(config).eval()
+    randomise(model)
+    return model
+
+
+def in_float64(made: Any, config: Any = None) -> Any:
+    """The same model in float64, made anew so that its tables are exact; `made` is widened."""
+    with exact():
+        model = type(made)(made.config if config is None else config).eval()
+    model.load_state_dict(made.double().state_dict())
+    return model.double()
+
+
 class Drawn:
     """A checkpoint of a drawn configuration, transformers' model in float64, and ours."""
 
@@ -394,10 +410,9 @@ class Drawn:
         if kind in AFTER_PADDING:
             ends |= {"pad_token_id": 1}
         everything = {"vocab_size": vocabulary} | positions | ends | chosen | changes
-        self.config = getattr(transformers, name).config_class(**everything)
-        torch.manual_seed(seed)
-        made = getattr(transformers, name)(self.config).eval()
-        randomise(made)
+        model_class = getattr(transformers, name)
+        self.config = model_class.config_class(**everything)
+        made = drawn_model(self.config, model_class, seed)
         made.save_pretrained(folder)
         record = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         rewrite(record)
@@ -410,10 +425,7 @@ class Drawn:
         self.ours = Transformer(self.shape)
         self.ours.load_state_dict(converted.state)
         self.ours.eval().double()
-        with exact():
-            self.theirs = getattr(transformers, name)(type(made.config).from_pretrained(folder))
-        self.theirs.load_state_dict(made.double().state_dict())
-        self.theirs.eval().double()
+        self.theirs = in_float64(made, type(made.config).from_pretrained(folder))
         # These are float32 numbers by design.
         for name, buffer in made.named_buffers():
             if name.endswith("embed_positions.weights"):

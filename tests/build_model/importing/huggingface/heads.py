@@ -15,8 +15,9 @@ from tests.build_model.importing.huggingface.drawn import (
     TYPES,
     Draw,
     byte_level_tokenizer,
+    drawn_model,
     exact,
-    randomise,
+    in_float64,
     tokenizers,
     transformers,
 )
@@ -68,16 +69,11 @@ class Theirs:
         if kind in WITH_SEGMENTS:
             chosen["type_vocab_size"] = 2
         config = model_class.config_class(vocab_size=len(self.tokenizer), **chosen)
-        torch.manual_seed(seed)
-        made = model_class(config).eval()
-        randomise(made)
+        made = drawn_model(config, model_class, seed)
         made.save_pretrained(folder)
         if kind in DECODERS:  # whose tokenizer class may be that of the model type
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-        with exact():
-            self.model = model_class(config).eval()
-        self.model.load_state_dict(made.double().state_dict())
-        self.model.double()
+        self.model = in_float64(made, config)
 
     @torch.inference_mode()
     def __call__(self, text: str, pair: str | None = None, **limits: Any) -> Any:

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -325,9 +324,3 @@ def test_the_first_files_of_bart_force_their_begin_token(
     )
     fields, _ = generation_defaults(made, SHAPES["encoder-decoder"])
     assert fields.get("forced_begin") == theirs.forced_bos_token_id
-
-
-def test_numpy_is_not_needed_to_say_the_fields(folder: Folder) -> None:
-    fields, _ = generation_defaults(folder(bad_words_ids=[[5, 6]]), SHAPES["decoder-only"])
-    assert not any(isinstance(value, np.generic) for value in fields.values())
-    assert json.loads(json.dumps(fields))["suppress_sequences"] == [[5, 6]]

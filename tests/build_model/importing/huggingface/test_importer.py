@@ -13,10 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.build_model.importing.huggingface.drawn import (
-    on_a_grid,
-    transformers,
-)
+from tests.build_model.importing.huggingface.drawn import on_a_grid, transformers
 from tests.build_model.importing.huggingface.small_models import (
     KINDS,
     LINES,

@@ -15,8 +15,9 @@ from tests.build_model.importing.huggingface.drawn import (
     TYPES,
     Draw,
     byte_level_tokenizer,
+    drawn_model,
     exact,
-    randomise,
+    in_float64,
     require_equal,
     transformers,
 )
@@ -146,19 +147,15 @@ def test_the_text_part_of_a_model_that_reads_images(
     config = model_class.config_class(
         text_config={"model_type": text, **chosen}, vision_config=vision, **more
     )
-    torch.manual_seed(0)
-    made = model_class(config).eval()
-    randomise(made)
+    made = drawn_model(config, model_class)
     made.save_pretrained(folder, save_original_format=older)
     said: list[str] = []
     import_pretrained(folder, tmp_path / "run", say=said.append)
     assert "the text part of a model that reads images; " in said[0]
     ours = load_checkpoint(tmp_path / "run").model.double()
     rows = torch.randint(3, len(theirs), (2, 9))
+    exactly = in_float64(made, config)
     with exact():
-        exactly = model_class(config).eval()
-    exactly.load_state_dict(made.double().state_dict())
-    with exact():
-        wanted = exactly.double()(input_ids=rows).logits
+        wanted = exactly(input_ids=rows).logits
     nothing = rows[:, :0]
     require_equal(ours(nothing, nothing.bool(), rows), wanted)

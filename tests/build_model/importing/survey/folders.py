@@ -27,10 +27,7 @@ from tests.build_model.importing.huggingface.drawn import (
     transformers,
 )
 from tests.build_model.importing.huggingface.encoder_types import ENCODERS
-from tests.build_model.importing.huggingface.small_models import (
-    change,
-    gpt2_vocabulary,
-)
+from tests.build_model.importing.huggingface.small_models import change, gpt2_vocabulary
 from tests.build_model.importing.huggingface.tokenizer.test_tokenizer_classes import write_folder
 from tests.end_to_end.types.test_imported_types import CLASSES, OWN
 from transferry.build_model.importing.huggingface.decoder_only import FAMILIES as DECODERS

@@ -15,11 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.build_model.importing.huggingface.drawn import TYPES, exact, tokenizers, transformers
-from tests.build_model.importing.huggingface.heads import write
+from tests.build_model.importing.huggingface.drawn import TYPES, exact, transformers
 from tests.build_model.importing.survey.compared import TEXTS, require_same
 from tests.build_model.importing.survey.folders import Folder, classes_of
-from tests.build_model.importing.toolkits.test_sentence_transformers import sentence_folder
 from tests.traced import unverified
 from transferry.build_model.checkpoint import load_checkpoint
 from transferry.build_model.importing.huggingface.importer import import_pretrained
@@ -86,43 +84,6 @@ def test_another_number_is_a_difference(tmp_path: Path) -> None:
         checkpoint.model.encoder[0].self_attention.value.bias[3] += 1e-7  # type: ignore[union-attr, operator, index]
     with pytest.raises(AssertionError):
         require_same(folder, checkpoint)
-
-
-E5_PROMPT = "Instruct: Retrieve text.\nQuery: "
-
-
-@torch.inference_mode()
-def test_e5_mistral_as_published(tmp_path: Path) -> None:
-    """float16, last-token pooling, instructions, and an end token that the tokenizer adds."""
-    folder = Folder("mistral", "MistralModel", 1, tmp_path / "theirs")
-    sentence_folder(folder.path, "lasttoken", normalise=True)
-    prompts = {"prompts": {"sts_query": E5_PROMPT, "summarization_query": "Summary: "}}
-    write(folder.path / "config_sentence_transformers.json", prompts)
-    reading = {"max_seq_length": 40, "do_lower_case": False}
-    write(folder.path / "sentence_bert_config.json", reading)
-    path = str(folder.path / "tokenizer.json")
-    tokenizer = tokenizers.Tokenizer.from_file(path)
-    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
-        single="<s> $A </s>",
-        pair="<s> $A </s> <s> $B </s>",
-        special_tokens=[("<s>", 1), ("</s>", 2)],
-    )
-    tokenizer.save(path)
-    import_pretrained(folder.path, tmp_path / "run")
-    checkpoint = load_checkpoint(tmp_path / "run")
-    special, head = checkpoint.tokenizer.special, checkpoint.head
-    assert head is not None
-    assert head.prompts["sts_query"] == E5_PROMPT
-    assert head.longest == reading["max_seq_length"]
-    for text in TEXTS:
-        ids = tokenizer.encode(E5_PROMPT + text).ids
-        assert special.wrap(checkpoint.tokenizer.encode(E5_PROMPT + text)) == ids
-        assert ids[-1] == 2
-        row = torch.tensor([ids])
-        with exact():
-            wanted = folder.model(row).last_hidden_state[0, -1]
-        found = checkpoint.model.double().answers(row, torch.ones_like(row).bool())["head"][0]
-        assert (found - wanted / wanted.norm()).abs().max() <= 1e-9
 
 
 def cases() -> list[tuple[str, str, int]]:

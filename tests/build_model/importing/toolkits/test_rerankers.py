@@ -12,8 +12,9 @@ import torch
 from tests.build_model.importing.huggingface.drawn import (
     TYPES,
     Draw,
+    drawn_model,
     exact,
-    randomise,
+    in_float64,
     tokenizers,
     transformers,
 )
@@ -69,14 +70,9 @@ class Reranker:
         chosen = drawn(Draw(f"reranker {kind}")) | ids | {"max_position_embeddings": LONGEST}
         chosen |= {"num_hidden_layers": 1, "layer_types": None} | settings
         config = getattr(transformers, name).config_class(vocab_size=len(fast) + 3, **chosen)
-        torch.manual_seed(0)
-        model = getattr(transformers, name)(config).eval()
-        randomise(model)
+        model = drawn_model(config, getattr(transformers, name))
         model.save_pretrained(folder)
-        with exact():
-            self.model = getattr(transformers, name)(config).eval()
-        self.model.load_state_dict(model.double().state_dict())
-        self.model.double()
+        self.model = in_float64(model, config)
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
 
     @torch.inference_mode()

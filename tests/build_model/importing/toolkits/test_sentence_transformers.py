@@ -118,6 +118,7 @@ def test_vectors_are_those_of_sentence_transformers(kind: str, seed: int, tmp_pa
         for text in TEXTS
     ]
     checkpoint = load_checkpoint(run)
+    assert checkpoint.tokenizer.special.mask_id is None
     rows = [theirs.tokenizer(text, split_special_tokens=True, **limits).input_ids for text in TEXTS]
     longest = max(map(len, rows))
     assert longest == LENGTH

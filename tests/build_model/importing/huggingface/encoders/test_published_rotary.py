@@ -14,11 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.build_model.importing.huggingface.drawn import (
-    VOCABULARY,
-    Drawn,
-    require_same_logits,
-)
+from tests.build_model.importing.huggingface.drawn import VOCABULARY, Drawn, require_same_logits
 from transferry.build_model.importing.huggingface.folder import CONFIG, PretrainedFolder, Settings
 from transferry.build_model.importing.huggingface.importer import FAMILIES
 from transferry.build_model.importing.huggingface.rope import FIXED_NTK, RotaryKeys, read_rotary

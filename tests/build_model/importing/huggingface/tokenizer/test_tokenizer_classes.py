@@ -24,10 +24,7 @@ from tests.build_model.importing.huggingface.small_models import (
     sentencepiece_model,
 )
 from tests.build_model.importing.huggingface.tokenizer.test_tokenizers import SEEDS, byte_level
-from transferry.build_model.importing.huggingface.folder import (
-    TOKENIZER_CONFIG,
-    PretrainedFolder,
-)
+from transferry.build_model.importing.huggingface.folder import TOKENIZER_CONFIG, PretrainedFolder
 from transferry.build_model.importing.huggingface.settings_table import judge
 from transferry.build_model.importing.huggingface.tokenizer.vocabularies import TOKENIZERS
 from transferry.build_model.model.config import ModelConfig
