@@ -105,7 +105,7 @@ def classifier(
         task = task_of(config)
         if task is None:
             return None
-        labels = SPAN if task == "answer" else labels_of(config)
+        settings = _settings_of(config, task)
         two = task == "classify" or modern
         unit = config.choice(setting, UNITS, activation) if setting else activation
         bias = True
@@ -124,19 +124,25 @@ def classifier(
             "output_bias": False,
             "tied": True,
             "pooling": ("first",) if task == "classify" else (),
-            "head_widths": (*[config.whole(width, 768)] * two, len(labels)),
+            "head_widths": (*[config.whole(width, 768)] * two, len(settings.labels)),
             "head_activations": (*[unit] * two, "none"),
             "head_biases": (*[bias] * two, True),
             "head_norm": modern,
         }
         if task == "classify" and poolings is not None:
             fields |= config.choice("classifier_pooling", poolings, next(iter(poolings)))
-        settings = HeadSettings(task, labels, "softmax")
-        if task == "classify":
-            settings = HeadSettings(task, labels, problem_of(config, labels), rank_of(config))
         return Classifier(fields, table, settings)
 
     return read
+
+
+def _settings_of(config: Settings, task: Literal["classify", "tag", "answer"]) -> HeadSettings:
+    if task == "answer":
+        return HeadSettings(task, SPAN, "softmax")
+    labels = labels_of(config)
+    if task == "tag":
+        return HeadSettings(task, labels, "softmax")
+    return HeadSettings(task, labels, problem_of(config, labels), rank_of(config))
 
 
 # Heads that no task serves.
@@ -159,19 +165,16 @@ def scored(config: Settings) -> Classifier | None:
     """Head of a decoder: one linear layer, of a text on its last token (Ouyang et al. 2022)."""
     if (task := task_of(config)) is None:
         return None
-    labels, text = SPAN if task == "answer" else labels_of(config), task == "classify"
+    settings, text = _settings_of(config, task), task == "classify"
     fields: dict[str, Any] = {
         "pooling": ("last",) if text else (),
-        "head_widths": (len(labels),),
+        "head_widths": (len(settings.labels),),
         "head_activations": ("none",),
         "head_biases": (not text,),
     }
     # GPT-2 and GPT-NeoX have the second name of a tagger.
     names = {"classify": ["score"], "tag": ["score", "classifier"], "answer": ["qa_outputs"]}
     table = {f"{name}.*": "head.layers.0.linear.*" for name in names[task]}
-    settings = HeadSettings(task, labels, "softmax")
-    if text:
-        settings = HeadSettings("classify", labels, problem_of(config, labels), rank_of(config))
     return Classifier(fields, table, settings)
 
 

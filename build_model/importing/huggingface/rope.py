@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -74,9 +74,8 @@ class _Context:
 
     base: float
     width: int
-    d_head: int
     longest: int
-    original: int = 0
+    original: int
 
 
 def read_rotary(
@@ -110,7 +109,7 @@ def read_rotary(
         if not 0 < width <= d_head or odd or base <= 1.0:
             supported = "a share of a head with an even number of features, and a base above 1"
             found.refuse("partial_rotary_factor", share, supported)
-        return _rotary(config, found, scaling, _Context(base, width, d_head, longest))
+        return _rotary(config, found, scaling, d_head, _Context(base, width, longest, longest))
     except (ArithmeticError, ValueError) as error:
         raise InputError(
             f"{config.path}: expected settings of rotary positions that can be computed, found "
@@ -126,35 +125,30 @@ def _kind(found: Settings, keys: RotaryKeys) -> str:
     return keys.renamed.get(kind, kind)
 
 
-def _rotary(config: Settings, found: Settings, scaling: str, context: _Context) -> Rotary:
-    base, width, longest = context.base, context.width, context.longest
-    rates, scale = [1.0 / base ** (even / width) for even in range(0, width, 2)], 1.0
-    if scaling not in SCALINGS and scaling not in ("default", DYNAMIC, LONGROPE):
-        found.refuse("rope_type", scaling, f"default, {DYNAMIC}, {LONGROPE}, {', '.join(SCALINGS)}")
+def _rotary(
+    config: Settings, found: Settings, scaling: str, d_head: int, context: _Context
+) -> Rotary:
+    longest, (rates, scale) = context.longest, (rotary_rates(context.width, context.base), 1.0)
+    if scaling not in (*SCALINGS, "default", DYNAMIC):
+        found.refuse("rope_type", scaling, f"default, {DYNAMIC}, {', '.join(SCALINGS)}")
     found.get("finetuned")  # of YaRN's own files, and without effect here
     if scaling == DYNAMIC:
         config.leave("rope_scaling.factor", found.get("factor"))
-    original = longest
     if scaling not in ("default", DYNAMIC, "linear"):
+        name = "original_max_position_embeddings"
         # Phi 3 says it outside, and that counts.
-        original = config.whole(
-            "original_max_position_embeddings",
-            found.whole("original_max_position_embeddings", longest),
-        )
-        found.get("original_max_position_embeddings")
-    if scaling == LONGROPE:
-        rates, scale = _longrope(rates, found, original, longest)
-        if original < longest:
-            kept = f"{longest:,}, {original:,} of them kept"
-            config.leave("max_position_embeddings", kept)
-            longest = original
-    elif scaling in SCALINGS:
+        original = config.whole(name, found.whole(name, longest))
         context = replace(context, original=original)
+    if scaling in SCALINGS:
         rates, scale = SCALINGS[scaling](rates, found, context)
+    if scaling == LONGROPE and context.original < longest:
+        kept = f"{longest:,}, {context.original:,} of them kept"
+        config.leave("max_position_embeddings", kept)
+        longest = context.original
     for name, value in found.unread().items():
         found.refuse(name, value, f"nothing of that name with {scaling}")
-    plain = rates == rotary_rates(context.d_head, base) and scale == 1.0
-    return Rotary(base, tuple(rates), scale, longest, plain)
+    plain = rates == rotary_rates(d_head, context.base) and scale == 1.0
+    return Rotary(context.base, tuple(rates), scale, longest, plain)
 
 
 def _section(config: Settings, kind: str) -> Settings:
@@ -225,9 +219,7 @@ def _growth(factor: float, share: float = 1.0) -> float:
     return 0.1 * share * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def _longrope(
-    rates: Sequence[float], found: Settings, original: int, longest: int
-) -> tuple[list[float], float]:
+def _longrope(rates: list[float], found: Settings, context: _Context) -> tuple[list[float], float]:
     """LongRoPE (Ding et al. 2024) within the original length: each rate has a factor of its own."""
     factors = found.get("short_factor")
     found.get("long_factor")
@@ -237,10 +229,11 @@ def _longrope(
         or not all(type(each) in (int, float) and each > 0 for each in factors)
     ):
         found.refuse("short_factor", factors, f"{len(rates)} numbers above 0")
-    factor = found.number("factor", longest / max(1, original))
+    factor = found.number("factor", context.longest / max(1, context.original))
     scale = found.number("attention_factor", 0.0)
     if not scale:
-        scale = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+        growth = math.log(factor) / math.log(context.original) if factor > 1 else 0.0
+        scale = math.sqrt(1 + growth)
     return [rate / each for rate, each in zip(rates, factors, strict=True)], scale
 
 
@@ -264,6 +257,7 @@ def _factor(found: Settings) -> float:
 
 
 SCALINGS: dict[str, Callable[[list[float], Settings, _Context], tuple[list[float], float]]] = {
+    LONGROPE: _longrope,
     "linear": _linear,
     "llama3": _llama3,
     "yarn": _yarn,
