@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.build_model.train import small
+from tests.build_model.train.small import BYTES
 from transferry.build_model import checkpoint
 from transferry.build_model.checkpoint import (
     average,
@@ -27,16 +29,7 @@ from transferry.build_model.train.train_config import TrainConfig
 from transferry.runtime.errors import InputError
 from transferry.runtime.tokenizer.byte_pair import SINGLE_BYTES, Tokenizer
 
-BYTES = Tokenizer("bytes", r".", {byte: rank for rank, byte in enumerate(SINGLE_BYTES)})
-SHAPE = ModelConfig(
-    vocabulary_size=BYTES.vocabulary_size,
-    d_model=16,
-    heads=2,
-    encoder_layers=1,
-    decoder_layers=1,
-    d_ff=32,
-    max_positions=32,
-)
+SHAPE = ModelConfig(**small.SHAPE, max_positions=32)
 TRAIN = TrainConfig(max_steps=7, seed=3)
 
 

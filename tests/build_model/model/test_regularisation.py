@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.build_model.train.small import LAYERS
 from tests.threads import torch_threads
 from transferry.build_model.model.config import ModelConfig
 from transferry.build_model.train.data import SentencePair, collate, encode_pairs
@@ -25,15 +26,7 @@ PAIRS = [
 ]
 TOKENIZER = train_bpe([text for pair in PAIRS for text in pair], 300)
 EXAMPLES, _ = encode_pairs(PAIRS, TOKENIZER, 64)
-SHAPE: dict[str, Any] = dict(
-    vocabulary_size=TOKENIZER.vocabulary_size,
-    d_model=16,
-    heads=2,
-    encoder_layers=1,
-    decoder_layers=1,
-    d_ff=32,
-    max_positions=64,
-)
+SHAPE = LAYERS | dict(vocabulary_size=TOKENIZER.vocabulary_size, max_positions=64)
 SETTINGS: dict[str, Any] = dict(
     batch_tokens=200, warmup_steps=4, max_steps=6, validate_every=5, save_every=2
 )

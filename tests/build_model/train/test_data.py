@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.build_model.train.small import BYTES
 from transferry.build_model.train.data import (
     BadPair,
     Example,
@@ -19,10 +20,8 @@ from transferry.build_model.train.data import (
     token_batches,
 )
 from transferry.runtime.errors import InputError, UsageError
-from transferry.runtime.tokenizer.byte_pair import SINGLE_BYTES, Tokenizer
 
 PAIRS = [SentencePair("A dog.", "Ein Hund."), SentencePair("Two\u2028cats.", "Zwei\u2028Katzen.")]
-BYTES = Tokenizer("bytes", r".", {byte: rank for rank, byte in enumerate(SINGLE_BYTES)})
 
 
 def write(path: Path, content: bytes) -> Path:

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.build_model.train import small
+from tests.build_model.train.small import BYTES
 from transferry.build_model.checkpoint import load_tensors
 from transferry.build_model.model.config import ModelConfig
 from transferry.build_model.model.transformer import Transformer
@@ -21,20 +23,9 @@ from transferry.build_model.train.loop import Trainer
 from transferry.build_model.train.metrics import Metrics
 from transferry.build_model.train.train_config import TrainConfig
 from transferry.runtime.errors import ProviderError
-from transferry.runtime.tokenizer.byte_pair import SINGLE_BYTES, Tokenizer
 
-BYTES = Tokenizer("bytes", r".", {byte: rank for rank, byte in enumerate(SINGLE_BYTES)})
 PAIRS = [SentencePair("x" * a + " y", "z" * b + " w") for a in range(1, 7) for b in range(1, 7)]
-SHAPE = ModelConfig(
-    vocabulary_size=BYTES.vocabulary_size,
-    d_model=16,
-    heads=2,
-    encoder_layers=1,
-    decoder_layers=1,
-    d_ff=32,
-    dropout=0.0,
-    max_positions=40,
-)
+SHAPE = ModelConfig(**small.SHAPE, dropout=0.0, max_positions=40)
 
 
 def train(folder: Path, process: Process, *, accumulation: int) -> bool:
@@ -93,7 +84,8 @@ def run_two(folder: Path) -> None:
     variables = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE="2")
     processes = [
         subprocess.Popen(
-            [sys.executable, __file__, str(folder)],
+            [sys.executable, "-m", __name__, str(folder)],
+            cwd=Path(__file__).parents[3],
             env={**os.environ, **variables, "RANK": rank, "LOCAL_RANK": rank},
             stderr=subprocess.PIPE,
             text=True,

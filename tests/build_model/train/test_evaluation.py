@@ -4,14 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.build_model.train.small import BYTES, SHAPE
 from transferry.build_model.model.config import ModelConfig
 from transferry.build_model.model.transformer import Transformer
 from transferry.build_model.train import evaluation
 from transferry.build_model.train.data import SentencePair, collate, encode_pairs
 from transferry.build_model.train.evaluation import Evaluation, cross_entropy, evaluate
-from transferry.runtime.tokenizer.byte_pair import SINGLE_BYTES, Tokenizer
 
-BYTES = Tokenizer("bytes", r".", {byte: rank for rank, byte in enumerate(SINGLE_BYTES)})
 # The longest source comes first, so that sorting by length has something to put back.
 PAIRS = [
     SentencePair("one two three four five", "eins zwei drei vier fünf"),
@@ -25,17 +24,7 @@ REFERENCES = [pair.target for pair in PAIRS]
 @pytest.fixture(scope="module")
 def model() -> Transformer:
     torch.manual_seed(0)
-    shape = ModelConfig(
-        vocabulary_size=BYTES.vocabulary_size,
-        d_model=16,
-        heads=2,
-        encoder_layers=1,
-        decoder_layers=1,
-        d_ff=32,
-        dropout=0.5,
-        max_positions=64,
-    )
-    return Transformer(shape)
+    return Transformer(ModelConfig(**SHAPE, dropout=0.5, max_positions=64))
 
 
 def run(model: Transformer, *, batch_tokens: int = 64, sentences: int = 10) -> Evaluation:

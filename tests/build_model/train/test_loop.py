@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.build_model.train import small
+from tests.build_model.train.small import BYTES, records
 from tests.threads import torch_threads
 from transferry.build_model import checkpoint
 from transferry.build_model.model.config import ModelConfig
@@ -24,25 +26,14 @@ from transferry.build_model.train.loop import Trainer
 from transferry.build_model.train.metrics import Metrics
 from transferry.build_model.train.train_config import TrainConfig
 from transferry.runtime.errors import InputError
-from transferry.runtime.tokenizer.byte_pair import SINGLE_BYTES, Tokenizer
 
-BYTES = Tokenizer("bytes", r".", {byte: rank for rank, byte in enumerate(SINGLE_BYTES)})
 DIGITS = ["null", "eins", "zwei", "drei", "vier", "fünf"]
 PAIRS = [SentencePair(f"{a} {b}", f"{DIGITS[a]} {DIGITS[b]}") for a in range(6) for b in range(6)]
 EXAMPLES, _ = encode_pairs(PAIRS, BYTES, 32)
 HELD_OUT = Validation(EXAMPLES[::6], [pair.target for pair in PAIRS[::6]])
 
 # Dropout shows whether a resumed run draws what an uninterrupted one would.
-SHAPE: dict[str, Any] = dict(
-    vocabulary_size=BYTES.vocabulary_size,
-    d_model=16,
-    heads=2,
-    encoder_layers=1,
-    decoder_layers=1,
-    d_ff=32,
-    dropout=0.1,
-    max_positions=32,
-)
+SHAPE: dict[str, Any] = dict(small.SHAPE, dropout=0.1, max_positions=32)
 # Saves, validations and reports fall on different steps; an epoch has about five.
 SETTINGS: dict[str, Any] = dict(
     batch_tokens=80,
@@ -93,13 +84,6 @@ def run(folder: Path, *, resume: bool = False, **changes: Any) -> Evaluation:
 
 def weights(folder: Path) -> bytes:
     return (folder / "model.safetensors").read_bytes()
-
-
-def records(folder: Path) -> list[dict[str, float]]:
-    """The metrics, without times."""
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    clock = ("seconds", "tokens_per_second")
-    return [{k: v for k, v in json.loads(line).items() if k not in clock} for line in lines]
 
 
 def series(folder: Path, name: str) -> dict[float, float]:

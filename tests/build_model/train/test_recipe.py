@@ -1,6 +1,5 @@
 """From files to a trained run, killed on the way or not. As a script, one such training."""
 
-import json
 import os
 import signal
 import subprocess
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.build_model.train.small import BYTES, LAYERS, records
 from transferry.build_model.checkpoint import load_checkpoint, load_samples
 from transferry.build_model.train import follow as following
 from transferry.build_model.train.data import BadPair, SentencePair
@@ -22,19 +22,11 @@ from transferry.build_model.train.metrics import Metrics
 from transferry.build_model.train.presets import Preset
 from transferry.build_model.train.recipe import PairFiles, TrainingRecipe
 from transferry.runtime.errors import InputError
-from transferry.runtime.tokenizer.byte_pair import SINGLE_BYTES, SOURCES, SpecialTokens, Tokenizer
+from transferry.runtime.tokenizer.byte_pair import SOURCES, SpecialTokens, Tokenizer
 
 SMALLEST = Preset(
     270,
-    dict(
-        d_model=16,
-        heads=2,
-        encoder_layers=1,
-        decoder_layers=1,
-        d_ff=32,
-        dropout=0.1,
-        max_positions=40,
-    ),
+    dict(LAYERS, dropout=0.1, max_positions=40),
     dict(
         batch_tokens=120,
         warmup_steps=4,
@@ -82,14 +74,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def train_in_another_process(pairs: Path, folder: Path, *options: str) -> int:
-    arguments = [sys.executable, __file__, str(pairs), str(folder), *options]
-    return subprocess.run(arguments, env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode
-
-
-def records(folder: Path) -> list[dict[str, float]]:
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    clock = ("seconds", "tokens_per_second")
-    return [{k: v for k, v in json.loads(line).items() if k not in clock} for line in lines]
+    arguments = [sys.executable, "-m", __name__, str(pairs), str(folder), *options]
+    alone = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(arguments, cwd=Path(__file__).parents[3], env=alone).returncode
 
 
 def test_a_killed_training_resumes_to_the_same_bytes(tmp_path: Path) -> None:
@@ -174,7 +161,7 @@ def test_a_named_encoding_is_cut_to_both_sides(
 
     def cut(name: str, lines: list[str], special: SpecialTokens) -> Tokenizer:
         given.append((name, lines, special))
-        return Tokenizer("bytes", r".", {byte: rank for rank, byte in enumerate(SINGLE_BYTES)})
+        return BYTES
 
     monkeypatch.setattr(following, "cut_encoding", cut)
     what = recipe(write_pairs(tmp_path), encoding="o200k_base", train_changes=dict(max_steps=1))
