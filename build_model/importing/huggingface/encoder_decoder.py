@@ -56,6 +56,14 @@ def _shared_fields(
     )
 
 
+def _sequence_shape(
+    config: Settings, names: set[str], *, activation: str = "gelu", scaled: bool = False, **own: Any
+) -> ModelConfig:
+    """A type with fields of its own."""
+    fields = _shared_fields(config, names, activation=activation, scaled=scaled)
+    return ModelConfig(**fields, **own)
+
+
 def _marian_shape(config: Settings, names: set[str]) -> ModelConfig:
     """MarianMT (Junczys-Dowmunt et al. 2018): the paper's Transformer with another activation."""
     fields = _shared_fields(config, names)
@@ -120,9 +128,8 @@ MARIAN: Table = {
 }
 
 
-def _pegasus_shape(config: Settings, names: set[str]) -> ModelConfig:
-    """PEGASUS (Zhang et al. 2020): pre-norm, with Marian's table of positions."""
-    return ModelConfig(**_shared_fields(config, names), norm_order="pre", output_bias=True)
+# PEGASUS (Zhang et al. 2020): pre-norm, with Marian's table of positions.
+_pegasus_shape = partial(_sequence_shape, norm_order="pre", output_bias=True)
 
 
 PEGASUS: Table = {
@@ -132,18 +139,11 @@ PEGASUS: Table = {
 }
 
 
-def _bart_shape(config: Settings, names: set[str], *, pre: bool = False) -> ModelConfig:
-    """BART (Lewis et al. 2020); mBART (Liu et al. 2020) has norms before the sublayers."""
-    return ModelConfig(
-        **_shared_fields(config, names),
-        norm_order="pre" if pre else "post",
-        embedding_norm=True,
-        separate_positions=True,
-        output_bias=True,
-    )
-
-
-_mbart_shape = partial(_bart_shape, pre=True)
+# BART (Lewis et al. 2020); mBART (Liu et al. 2020) has norms before the sublayers.
+_bart_shape = partial(
+    _sequence_shape, embedding_norm=True, separate_positions=True, output_bias=True
+)
+_mbart_shape = partial(_bart_shape, norm_order="pre")
 
 
 BART: Table = {
@@ -161,10 +161,10 @@ MBART: Table = {
 }
 
 
-def _m2m_shape(config: Settings, names: set[str]) -> ModelConfig:
-    """M2M-100 (Fan et al. 2021) and NLLB (NLLB Team 2022): pre-norm, with a table of positions."""
-    fields = _shared_fields(config, names, activation="relu", scaled=True)
-    return ModelConfig(**fields, norm_order="pre", padding_token=1)
+# M2M-100 (Fan et al. 2021) and NLLB (NLLB Team 2022): pre-norm, with a table of positions.
+_m2m_shape = partial(
+    _sequence_shape, activation="relu", scaled=True, norm_order="pre", padding_token=1
+)
 
 
 def m2m_positions(config: ModelConfig) -> dict[str, Tensor]:

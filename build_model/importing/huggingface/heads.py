@@ -181,6 +181,13 @@ def scored(config: Settings) -> Classifier | None:
 # --- Classes --------------------------------------------------------------------------------------
 
 HEAD = NoPlace("language model head")
+# Fields of a model that reads texts and has no logits.
+READS: dict[str, Any] = {
+    "architecture": "encoder-only",
+    "decoder_layers": 0,
+    **dict.fromkeys(("lm_head", "output_bias", "scale_output"), False),
+    "tied": True,
+}
 # Purpose of a model class, by the end of its name.
 PURPOSES: Mapping[str, Literal["generate", "read", "classify", "tag", "answer"]] = {
     "ForCausalLM": "generate",
@@ -242,15 +249,11 @@ def as_reader(config: Settings, family: Family, shape: ModelConfig) -> tuple[Fam
         both_ways, windows = True, tuple(each and each // 2 + 1 for each in windows)
     read = dataclasses.replace(
         shape,
-        architecture="encoder-only",
+        **READS,
         encoder_layers=shape.decoder_layers,
-        decoder_layers=0,
         causal=not both_ways,
         windows=windows,
-        lm_head=False,
-        tied=True,
         output_softcap=0.0,
-        output_bias=False,
     )
 
     def renamed(name: str) -> str:
@@ -297,14 +300,7 @@ def _encoder_of(family: Family, shape: ModelConfig) -> tuple[Family, ModelConfig
     """Returns the encoder of an encoder-decoder type."""
     moved: dict[str, str | Move | NoPlace] = {"lm_head.weight": HEAD}
     moved |= {each: NoPlace("decoder") for each in family.table if each.startswith("decoder.")}
-    read = dataclasses.replace(
-        shape,
-        architecture="encoder-only",
-        decoder_layers=0,
-        lm_head=False,
-        tied=True,
-        scale_output=False,
-    )
+    read = dataclasses.replace(shape, **READS)
     return dataclasses.replace(family, table={**family.table, **moved}), read
 
 
@@ -314,14 +310,9 @@ def _rereading(config: Settings, family: Family, shape: ModelConfig) -> tuple[Fa
     begin = "eos_token_id" if config.get("model_type") == "mbart" else "decoder_start_token_id"
     read = dataclasses.replace(
         shape,
-        architecture="encoder-only",
-        decoder_layers=0,
+        **READS,
         rereading_layers=shape.decoder_layers,
         rereading_begin=config.whole(begin, 0 if family.stems else 2),
-        lm_head=False,
-        tied=True,
-        output_bias=False,
-        scale_output=False,
     )
     table = {
         name: re.sub("^decoder", "rereading", place) if isinstance(place, str) else place
