@@ -187,10 +187,6 @@ def test_linear_falls_to_zero_even_within_the_warm_up() -> None:
     assert rates == pytest.approx([0.01, 0.02, 0.03, 0.04, 0.0])
 
 
-def test_the_width_of_a_head() -> None:
-    assert model_config(d_model=24, heads=3).d_head == 8
-
-
 def test_another_architecture_keeps_the_stacks_that_it_has() -> None:
     model = PRESETS["mini"].model_config(300, architecture="decoder-only")
     assert (model.encoder_layers, model.decoder_layers) == (0, 4)
@@ -199,7 +195,6 @@ def test_another_architecture_keeps_the_stacks_that_it_has() -> None:
 
 
 def test_heads_of_keys_and_values() -> None:
-    assert model_config(heads=4).kv_heads == 4
     assert model_config(heads=4, key_value_heads=1).kv_heads == 1
     assert model_config(d_model=15, heads=3, positions="learned").d_model == 15
 

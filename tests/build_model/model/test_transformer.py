@@ -210,47 +210,6 @@ def test_the_past_is_a_value(model: Transformer, source: Tensor, target: Tensor)
     assert torch.equal(first, again)
 
 
-@torch.no_grad()
-def test_padding_changes_no_row(model: Transformer, source: Tensor, target: Tensor) -> None:
-    together = model(source, source != 0, target)
-    for row, length in enumerate(LENGTHS):
-        alone = source[row : row + 1, :length]
-        logits = model(alone, alone != 0, target[row : row + 1])
-        assert largest_difference(together[row : row + 1], logits) <= 1e-12
-
-
-@torch.no_grad()
-def test_what_stands_at_padding_is_not_seen(
-    model: Transformer, source: Tensor, target: Tensor
-) -> None:
-    mask = source != 0
-    other = torch.where(mask, source, 7)
-    assert torch.equal(model(source, mask, target), model(other, mask, target))
-
-
-@pytest.mark.parametrize("position", range(1, TARGET_LENGTH))
-@torch.no_grad()
-def test_the_future_changes_no_past(
-    model: Transformer, source: Tensor, target: Tensor, position: int
-) -> None:
-    changed = target.clone()
-    changed[:, position] = (changed[:, position] + 1) % SHAPE.vocabulary_size
-    before, after = (model(source, source != 0, tokens) for tokens in (target, changed))
-    assert torch.equal(before[:, :position], after[:, :position])
-    assert largest_difference(before[:, position], after[:, position]) > 1e-3
-
-
-@torch.no_grad()
-def test_every_source_position_is_seen_by_every_other(model: Transformer, source: Tensor) -> None:
-    tokens = source[:1]
-    before = model.encode(tokens, tokens != 0)
-    for position in range(tokens.shape[1]):
-        changed = tokens.clone()
-        changed[:, position] = 3 if tokens[0, position] != 3 else 4
-        after = model.encode(changed, changed != 0)
-        assert ((before - after).abs().amax(dim=-1) > 1e-6).all()
-
-
 def test_dropout_is_for_training_only(source: Tensor, target: Tensor) -> None:
     torch.manual_seed(0)
     model = Transformer(ModelConfig(**{**SHAPE.to_dict(), "dropout": 0.5}))

@@ -209,15 +209,6 @@ def test_an_output_that_is_not_the_embedding_is_kept(copied: Copies) -> None:
     assert any("lm_head.weight is no embedding" in note for note in found.notes)
 
 
-@pytest.mark.parametrize("kept", [0.0, 0.5, 0.999])
-def test_a_truncated_file_is_refused(kept: float, copied: Copies) -> None:
-    theirs = copied("llama")
-    path = theirs / "model.safetensors"
-    path.write_bytes(path.read_bytes()[: int(kept * path.stat().st_size)])
-    with pytest.raises(InputError, match=r"model\.safetensors is not a whole safetensors file"):
-        read_pretrained(theirs)
-
-
 @pytest.mark.parametrize(
     ("kind", "file", "message"),
     [

@@ -188,7 +188,6 @@ def minimal(record: dict[str, Any], usual: dict[str, Any]) -> None:
     """Keeps what differs from transformers' defaults, as older versions wrote it."""
     for key in [*record]:
         kept = ["model_type", "architectures", "vocab_size", "is_encoder_decoder"]
-        kept.append("decoder_start_token_id")  # without which `generate` fails
         if key not in kept and key in usual and usual[key] == record[key]:
             del record[key]
 
@@ -377,7 +376,6 @@ class Folder:
         with exact():
             model = model_class(read.config).eval().double()
         model.load_state_dict(read.state_dict())
-        model.generation_config = getattr(read, "generation_config", None)
         for name, buffer in read.named_buffers():  # float32 numbers by design
             if name.endswith("embed_positions.weights"):
                 model.get_submodule(name.rpartition(".")[0]).weights = buffer.double()
