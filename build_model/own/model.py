@@ -111,8 +111,8 @@ class OwnModel(Transformer):
 def shape_of(module: Any, vocabulary_size: int, width: int, outputs: Sequence[int]) -> ModelConfig:
     """Returns the fields of ModelConfig that the manifest and the graphs need.
 
-    `width` is that of hidden states, 0 without an encoder; `outputs` the shape of the head's
-    output, empty without one.
+    `width` is the width of hidden states, 0 without an encoder; `outputs` is the shape of the
+    head's output, empty without one.
     """
     fields: dict[str, Any] = {"architecture": "encoder-only", "encoder_layers": 1}
     layers, heads, d_head = getattr(module, "cache", (0, 1, 0))

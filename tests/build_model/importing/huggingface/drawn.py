@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -463,19 +463,6 @@ def require_same_logits(ours: Transformer, theirs: Any) -> None:
         require_equal(ours(*read)[mask], wanted[mask])
     else:
         require_equal(ours(*read), wanted)
-
-
-@torch.inference_mode()
-def generate(model: Any, sources: Sequence[Sequence[int]], **options: Any) -> list[list[int]]:
-    """transformers' answer to each source, the tokens around the answer left out."""
-    answers, end = [], model.generation_config.eos_token_id
-    options = {"do_sample": False, "early_stopping": options["num_beams"] > 1, **options}
-    for source in sources:
-        prompt = torch.tensor([source])
-        found = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)[0]
-        answer = found[1 if model.config.is_encoder_decoder else len(source) :].tolist()
-        answers.append(answer[: answer.index(end)] if end in answer else answer)
-    return answers
 
 
 def byte_level_tokenizer(folder: Path, begin: str, end: str) -> Any:

@@ -6,7 +6,7 @@ Configurations are drawn: one of each in `make test`, two in `make test-all`, mo
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from tests.build_model.importing.huggingface.drawn import (
     Draw,
     Drawn,
     exact,
-    generate,
     require_same_logits,
     transformers,
 )
@@ -40,6 +39,19 @@ from transferry.runtime.tokenizer.special_tokens import SpecialTokens
 # Tests of single keys draw one configuration, unless EXAMPLES asks for more.
 KEYS = SEEDS if len(SEEDS) > 2 else SEEDS[:1]
 OF_KEYS = [(kind, seed) for kind in TYPES for seed in KEYS if kind not in LIKE_OTHERS or seed != 1]
+
+
+@torch.inference_mode()
+def generate(model: Any, sources: Sequence[Sequence[int]], **options: Any) -> list[list[int]]:
+    """transformers' answer to each source, the tokens around the answer left out."""
+    answers, end = [], model.generation_config.eos_token_id
+    options = {"do_sample": False, "early_stopping": options["num_beams"] > 1, **options}
+    for source in sources:
+        prompt = torch.tensor([source])
+        found = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)[0]
+        answer = found[1 if model.config.is_encoder_decoder else len(source) :].tolist()
+        answers.append(answer[: answer.index(end)] if end in answer else answer)
+    return answers
 
 
 def test_every_type_has_a_case() -> None:

@@ -31,6 +31,7 @@ from transferry.runtime.errors import InputError, UsageError
 
 ALL_POOLINGS = ["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"]
 LENGTH = 12  # max_seq_length
+LIMITS: dict[str, Any] = {"truncation": True, "max_length": LENGTH}
 
 
 def pooled(hidden: Tensor, kind: str) -> Tensor:
@@ -112,14 +113,13 @@ def test_vectors_are_those_of_sentence_transformers(kind: str, seed: int, tmp_pa
     assert "no masked language model head: only --task embed works" in said[0]
     assert f"rows cut to {LENGTH} tokens, prompts query document" in said[0]
 
-    limits: dict[str, Any] = {"truncation": True, "max_length": LENGTH}
     wanted = [
-        vector_of(theirs(text, **limits).last_hidden_state[0], ALL_POOLINGS, dense)
+        vector_of(theirs(text, **LIMITS).last_hidden_state[0], ALL_POOLINGS, dense)
         for text in TEXTS
     ]
     checkpoint = load_checkpoint(run)
     assert checkpoint.tokenizer.special.mask_id is None
-    rows = [theirs.tokenizer(text, split_special_tokens=True, **limits).input_ids for text in TEXTS]
+    rows = [theirs.tokenizer(text, split_special_tokens=True, **LIMITS).input_ids for text in TEXTS]
     longest = max(map(len, rows))
     assert longest == LENGTH
     mask = torch.arange(longest) < torch.tensor([len(row) for row in rows])[:, None]
@@ -143,7 +143,7 @@ def test_vectors_are_those_of_sentence_transformers(kind: str, seed: int, tmp_pa
         if kind in T5_KINDS:  # what follows does not depend on the Transformer
             continue
         (asked,) = embed(engine, ["the cat"], prompt="query")
-        hidden = theirs("the query the cat", **limits).last_hidden_state[0]
+        hidden = theirs("the query the cat", **LIMITS).last_hidden_state[0]
         assert asked.source == "the cat"
         wanted_too = vector_of(hidden, ALL_POOLINGS, dense).numpy()
         assert np.abs(asked.vector - wanted_too).max() < 1e-5
