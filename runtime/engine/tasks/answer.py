@@ -126,13 +126,12 @@ class Answer(HeadTask):
 
     def same(self, row: Any, again: Any, bounds: Bounds) -> Difference:
         """Compares the best answers; others may change places where their scores are close."""
-        (best, other), ties = (row.answers[0], again.answers[0]), 0
+        best, other = row.answers[0], again.answers[0]
         # A product of two probabilities, summed over spans of one text.
         most = 2 * bounds.score * max(1.0, other.score)
         if not abs(best.score - other.score) <= most:
             return f"a score {abs(best.score - other.score):.1e} away, at most {most:.1e}", 0
-        ties = int((best.start, best.end) != (other.start, other.end))
-        return "", ties
+        return "", int((best.start, best.end) != (other.start, other.end))
 
 
 NO_CUTS = "has no effect on task answer, which reads long contexts in windows; leave it out"
@@ -245,32 +244,32 @@ class _Call(EncoderCall):
     def windows(self, pairs: Iterator[tuple[Any, Any]]) -> Iterator[_Window]:
         """Yields the windows of each row, at least one."""
         for pair in pairs:
-            windows = self._windows(pair)
+            found = self._windows(pair)
+            windows = [_Window(pair=pair, error=found)] if isinstance(found, RowError) else found
             self.rows.append((len(windows), pair))
             yield from windows
 
-    def _windows(self, pair: tuple[Any, Any]) -> list[_Window]:
+    def _windows(self, pair: tuple[Any, Any]) -> list[_Window] | RowError:
         for side in pair:
             if isinstance(side, RowError):
-                return [_Window(pair=pair, error=side)]
+                return side
         if not all(side.strip() for side in pair):
-            return [_Window(pair=pair, error=EMPTY)]
+            return EMPTY
         question, context = pair
         try:
             (asked,) = self.tokenizer.encode_batch([question])
             ids, places = self.tokenizer.encode(context), self.tokenizer.places(context)
         except TextError as error:
-            return [_Window(pair=pair, error=RowError("tokenizer", str(error)))]
+            return RowError("tokenizer", str(error))
         if not ids:
-            return [_Window(pair=pair, error=EMPTY)]
+            return EMPTY
         special = self.special
         begin = [*special.before, *asked, *special.between]
         room = self.window - len(begin) - len(special.after)
         if len(ids) > room <= self.shared:
             told = f"the question leaves {max(0, room)} of {self.window} tokens for the context, "
             told += f"expected more than doc_stride ({self.shared}); shorten it, or change "
-            no_room = RowError("too-long", f"{told}doc_stride or max_seq_len")
-            return [_Window(pair=pair, error=no_room)]
+            return RowError("too-long", f"{told}doc_stride or max_seq_len")
         return [
             _Window(
                 ids=(*begin, *ids[first:last], *special.after),
