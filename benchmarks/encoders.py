@@ -1,17 +1,17 @@
 """How fast does an encoder-only model embed texts, beside other engines?
 
-    pip install ".[export,peers,openvino]"
+    pip install ".[export,peers]"
     python benchmarks/encoders.py MODEL BUNDLE TEXT [--variants cpu-fp32,cpu-int8] [--tokens 0,200]
         [--rows 512] [--rounds 9] [--quick]
 
 On the CPU: texts in, means of the last hidden states out, unnormalised. MODEL is a folder of
 transformers, BUNDLE the export of its import. For each number of `--tokens` the text is cut into
 paragraphs of about so many tokens; with 0 each line is a text. The peers: CTranslate2's Encoder,
-converted from MODEL, with its int8 beside an int8 variant; in float32 OpenVINO, converted from
-MODEL, and transformers. All read ids of the bundle's tokenizer, in batches of similar length. Batch
-size and threads of each are tuned, rounds interleaved. `distance` is the largest difference of a
-vector's number from torch's, over the largest number. `ratio` is the engine's texts per second over
-a peer's, by median time. The last line is JSON. `--quick` takes about two minutes for a variant.
+converted from MODEL, with its int8 beside an int8 variant, and transformers in float32. Both read
+ids of the bundle's tokenizer, in batches of similar length. Batch size and threads of each are
+tuned, rounds interleaved. `distance` is the largest difference of a vector's number from torch's,
+over the largest number. `ratio` is the engine's texts per second over a peer's, by median time. The
+last line is JSON. `--quick` takes about two minutes for a variant.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.tasks.embed import embed
 from transferry.runtime.errors import InputError, TransferryError
 from transferry.runtime.hardware import usable_cores
-from transferry.runtime.ort.openvino_runner import openvino_core
 from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.tables import table
 
@@ -49,7 +48,7 @@ Embedding = Callable[[Sequence[str], int], NDArray[np.float32]]
 Means = Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.float32]]
 
 ENGINE, TORCH = "engine", "transformers"
-PACKAGES = "ctranslate2", "openvino", "transformers", "torch"
+PACKAGES = "ctranslate2", "transformers", "torch"
 # Rows per batch to try.
 BATCH_ROWS = (2, 4, 8, 16, 32, 64)
 
@@ -165,38 +164,6 @@ def _ctranslate2_vectors(
     return found
 
 
-class Hidden(torch.nn.Module):
-    """A model of transformers with two inputs and one output, for conversion."""
-
-    EXAMPLE = torch.ones((2, 7), dtype=torch.int64), torch.ones((2, 7), dtype=torch.int64)
-
-    def __init__(self, model: Path) -> None:
-        super().__init__()
-        from transformers import AutoModel
-
-        kinds: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
-        self.inner = AutoModel.from_pretrained(model, **kinds).eval()
-
-    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Returns the last hidden states."""
-        hidden: torch.Tensor = self.inner(input_ids=ids, attention_mask=mask).last_hidden_state
-        return hidden
-
-
-def open_openvino(model: Path, bundle: Bundle) -> dict[str, Embedding]:
-    """Converts the model and opens it in float32."""
-    import openvino
-
-    graph = openvino.convert_model(Hidden(model), example_input=Hidden.EXAMPLE)
-    settings = {"INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY"}
-    compiled = openvino_core().compile_model(graph, "CPU", settings)
-
-    def means(ids: NDArray[np.int64], mask: NDArray[np.int64]) -> NDArray[np.float32]:
-        return mean(compiled([ids, mask])[0], mask)
-
-    return {f"1 x {usable_cores()}": Batched(bundle, means)}
-
-
 def cut_texts(lines: Sequence[str], bundle: Bundle, rows: int, tokens: int) -> list[str]:
     """Returns the first lines, or paragraphs of about `tokens` tokens cut from the whole text."""
     if not tokens:
@@ -243,17 +210,13 @@ def open_sides(arguments: argparse.Namespace, variant: str, folder: Path) -> dic
     """Opens the engine and the peers; says which are missing."""
     bundle, model = Bundle.load(arguments.bundle), arguments.model
     precision = "float32" if bundle.variant(variant).precision == "float32" else "int8"
-    opening: dict[str, Callable[[], dict[str, Embedding]]] = {
-        f"CTranslate2 {precision}": partial(open_ctranslate2, model, bundle, folder, precision),
-        "OpenVINO float32": partial(open_openvino, model, bundle),
-    }
     sides = {ENGINE: open_engine(arguments.bundle, variant)}
     sides[TORCH] = open_transformers(model, bundle)
-    for name, opened in opening.items():
-        try:
-            sides[name] = opened()
-        except (AttributeError, ImportError, ValueError, TransferryError) as error:
-            print(f"left out: {name} ({type(error).__name__}: {error})", flush=True)
+    name = f"CTranslate2 {precision}"
+    try:
+        sides[name] = open_ctranslate2(model, bundle, folder, precision)
+    except (ValueError, TransferryError) as error:
+        print(f"left out: {name} ({error})", flush=True)
     return sides
 
 

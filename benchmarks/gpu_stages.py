@@ -238,18 +238,18 @@ def stage_speed(setup: Setup, model: str) -> dict[str, Any]:
     The engine's rows come first: torch keeps the memory that it once took.
     """
     bundle, cells = Bundle.load(setup.bundle(model)), setup.record()
-    sides: dict[str, Callable[[], Callable[[int, int], Work] | None]] = {
-        **{name: partial(open_engine, setup, model, name) for name in setup.variants},
-        "transformers": partial(open_transformers, setup, model, bundle),
-        "reference": partial(open_reference, setup, model, bundle),
+    sides: dict[str, Callable[[], Callable[[int, int], Work]]] = {
+        name: partial(open_engine, setup, model, name) for name in setup.variants
     }
-    beams = (1,) if model == "bert" else (1, 4)
-    for side, opened in sides.items():
-        work_of = opened()
-        for beam in beams if work_of and side != "reference" else beams[:1] if work_of else ():
+    if model == "small":  # which transformers did not write
+        sides["reference"] = partial(open_reference, setup, model, bundle)
+    else:
+        sides["transformers"] = partial(open_peer, setup, model, bundle)
+    for side, opening in sides.items():
+        work_of = opening()
+        for beam in (1,) if model == "bert" or side == "reference" else (1, 4):
             for rows in setup.batches:
                 cell = f"{side}, beam {beam}, {rows} rows"
-                assert work_of is not None
                 try:
                     cells[cell] = {**timed(setup, work_of(rows, beam)), "mb": memory(setup)}
                 except (TransferryError, RuntimeError) as error:  # memory, above all
@@ -287,14 +287,10 @@ def prompts_of(bundle: Bundle, rows: int) -> Any:
     return [bundle.tokenizer.decode([each for each in row if each not in ids]) for row in sources]
 
 
-def open_transformers(
-    setup: Setup, model: str, bundle: Bundle
-) -> Callable[[int, int], Work] | None:
-    """Opens the same weights in transformers, on the GPU in float16; none where it wrote none."""
+def open_peer(setup: Setup, model: str, bundle: Bundle) -> Callable[[int, int], Work]:
+    """Opens the same weights in transformers, on the GPU in float16."""
     import transformers
 
-    if model == "small":
-        return None
     kind = transformers.AutoModel if model == "bert" else transformers.AutoModelForCausalLM
     folder = setup.folder / model / "model"
     return partial(_torch_work, setup, _loaded(kind, setup, folder), bundle)
@@ -327,10 +323,8 @@ def _torch_work(setup: Setup, opened: Any, bundle: Bundle, rows: int, beam: int)
     return work
 
 
-def open_reference(setup: Setup, model: str, bundle: Bundle) -> Callable[[int, int], Work] | None:
+def open_reference(setup: Setup, model: str, bundle: Bundle) -> Callable[[int, int], Work]:
     """Opens our torch model with its greedy loop, for an encoder-decoder."""
-    if model != "small":
-        return None
     from transferry.build_model.checkpoint import load_checkpoint
     from transferry.build_model.model.transformer import greedy
 

@@ -65,8 +65,7 @@ def compare(
         base: Side that the others are compared with.
 
     Returns:
-        `ratio` is each side's tokens per second over the base's, by median time; `ratio_of_times`
-        the same for sentences per second, for answers of different length; `ratio_range` the
+        `ratio` is each side's tokens per second over the base's, by median time; `ratio_range` the
         smallest and largest ratio of a single round.
     """
     medians = {name: statistics.median(values) for name, values in times.items()}
@@ -83,12 +82,10 @@ def compare(
         for name in others
     }
     return {
-        "base": base,
         "ratio": {name: round(ratio(name, medians), 3) for name in others},
         "ratio_range": {
             name: [round(min(values), 3), round(max(values), 3)] for name, values in each.items()
         },
-        "ratio_of_times": {name: round(medians[base] / medians[name], 3) for name in others},
         "tokens_per_second": {name: round(tokens[name] / medians[name]) for name in times},
         "sentences_per_second": {name: round(rows / medians[name], 1) for name in times},
         "tokens": dict(tokens),
