@@ -5,6 +5,9 @@ from __future__ import annotations
 import pkgutil
 from collections.abc import Callable, Mapping
 from typing import Any
+from unittest.mock import patch
+
+import torch.fx
 
 from transferry.build_model.model.config import ModelConfig
 from transferry.build_model.model.transformer import Transformer
@@ -43,7 +46,9 @@ def make(
         ParityError: A linear layer or an attention was not rewritten.
     """
     maker: Maker = pkgutil.resolve_name(f"{PACKAGE}.{recipe.maker}")
-    graphs = maker(model, recipe, traces or Traces(), calibration)
+    # A tenth of the time: only `blame` reads which line of Python made a node.
+    with patch.object(torch.fx.config, "do_not_emit_stack_traces", True):
+        graphs = maker(model, recipe, traces or Traces(), calibration)
     return {key: graph.at(f"{recipe.prefix}{graph.spec.file}") for key, graph in graphs.items()}
 
 

@@ -22,7 +22,7 @@ from transferry.runtime.decoding.decoder import ObservableDecoder, Tensors
 from transferry.runtime.errors import InputError
 from transferry.runtime.proof.compare import Case, Comparison, Tolerance, compare, limited, observe
 from transferry.runtime.proof.report import Claim
-from transferry.runtime.proof.self_consistency import self_consistency
+from transferry.runtime.proof.self_consistency import observed
 from transferry.runtime.proof.units import Units
 
 BLOCK = 64  # positions that torch computes at once
@@ -51,15 +51,14 @@ def numbers(subject: Subject[Any], oracle: Oracle, cases: Iterable[Case]) -> lis
 def _compared(
     subject: Subject[Any], oracle: Oracle, case: Case, so_far: Findings
 ) -> Iterator[Findings]:
-    tensors, found, same = observe(subject.model, case), list[Comparison](), False
+    (tensors, own), found, same = observed(subject.model, case), list[Comparison](), False
     if subject.shown is not None:
         shown, found = followed(oracle, subject.shown, case)
         same = all(np.array_equal(each, shown.get(name, 0)) for name, each in tensors.items())
     if not same:  # as served it gives other bits than where it shows its integers
         found += oracle.compared(case, tensors, subject.tensors)
     failing = [case] if any(item.fault for item in found) else []
-    found += self_consistency(subject.model, case)
-    yield Findings(comparisons=found, failing=failing, steps=1)
+    yield Findings(comparisons=[*found, *own], failing=failing, steps=1)
 
 
 def compare_cases(oracle: Oracle, model: Observable, cases: Iterable[Case]) -> list[Comparison]:

@@ -26,6 +26,7 @@ from onnxscript.rewriter import pattern
 from torch import SymFloat, SymInt, Tensor, nn
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental import proxy_tensor
 from torch.fx.node import map_arg
 from torch.fx.passes import shape_prop
@@ -248,6 +249,7 @@ def export_graph(module: nn.Module, spec: GraphSpec, opset: int = OPSET) -> Grap
         patch.object(_fx_passes, "insert_type_promotion_nodes", _promoted),
         patch.object(pattern.RewriteRule, "try_rewrite", _rewritten),
         torch._dynamo.config.patch(fake_tensor_cache_enabled=False),
+        _use_lazy_graph_module(True),  # else each pass writes the program as Python
     ):
         program = torch.onnx.export(
             module.eval(),

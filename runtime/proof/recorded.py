@@ -47,7 +47,7 @@ from transferry.runtime.proof.compare import (
 )
 from transferry.runtime.proof.one_graph import OneGraph
 from transferry.runtime.proof.report import CheckTime, Claim, Decisions, Difference, ParityReport
-from transferry.runtime.proof.self_consistency import batches_of_rows, self_consistency
+from transferry.runtime.proof.self_consistency import batches_of_rows, observed
 from transferry.runtime.proof.tally import Decode, ExactScore, ExpectedAnswers, Explain, Tally
 from transferry.runtime.tokenizer.byte_pair import SpecialTokens
 from transferry.runtime.tokenizer.special_tokens import TextError
@@ -246,10 +246,8 @@ def check_reference(
     comparisons = [
         comparison
         for case, truth in reference.cases
-        for comparison in (
-            *compare(case, truth, observe(model, case), tolerance),
-            *self_consistency(model, case),
-        )
+        for tensors, own in [observed(model, case)]
+        for comparison in (*compare(case, truth, tensors, tolerance), *own)
     ]
     if isinstance(model, ObservableEncoder):
         return comparisons + batches_of_rows(model, reference.cases, batch_rows, tolerance), []

@@ -15,11 +15,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from transferry.runtime.decoding.decoder import ObservableDecoder, ObservableEncoder, State
+from transferry.runtime.decoding.decoder import (
+    ObservableDecoder,
+    ObservableEncoder,
+    State,
+    StepOutput,
+    Tensors,
+)
 from transferry.runtime.decoding.logits import SEGMENT, SegmentMaxima, log_sum_exp
 from transferry.runtime.ort.fused_decoder import SlotDecoder
 from transferry.runtime.ort.lm_head import LMHead
-from transferry.runtime.proof.compare import Case, Comparison, Tolerance, Truth, limited
+from transferry.runtime.proof.compare import Case, Comparison, Tolerance, Truth, limited, observe
 from transferry.runtime.proof.units import logit_units
 
 TOP = 4
@@ -29,27 +35,79 @@ Floats = NDArray[np.floating[Any]]
 Found = tuple[str, float]  # name and error of a comparison
 
 
-def self_consistency(
+def observed(
     model: ObservableDecoder[State] | ObservableEncoder, case: Case
-) -> list[Comparison]:
-    """Compares the LM head's other outputs with its logits, and selected rows with the rows before.
+) -> tuple[Tensors, list[Comparison]]:
+    """Runs a case as `observe`, and compares the model with itself on the way.
 
-    Errors are in `logit_units` or the logit's own size and limited by rounding in float32; those of
-    approximate logits in units that make their bound the limit. Rows of a cache are equal bit for
-    bit.
+    The LM head's other outputs are compared with its logits, and selected rows with the rows
+    before. Errors are in `logit_units` or the logit's own size and limited by rounding in float32;
+    those of approximate logits in units that make their bound the limit. Rows of a cache are equal
+    bit for bit.
 
     Returns:
-        The LM head's of a fused variant at a first step, the cache's at a later one.
+        The tensors; and the comparisons, the LM head's of a fused variant at a first step, the
+        cache's at a later one.
     """
     if isinstance(model, ObservableEncoder):
-        return []
+        return observe(model, case), []
+    watched: Any = _Watched(model, case)
     rounding = Tolerance().budget(0.0)
-    found: list[Found] = []
+    tensors, found = observe(watched, case), list[Found]()
     if not case.past and isinstance(model, SlotDecoder):
-        found += _lm_head(model, model.lm_head, case, rounding)
+        # Selecting rows moves them in the first state too.
+        state = watched.first if case.rows is None else model.start(case.source, case.mask)
+        found += _lm_head(model, model.lm_head, state, case, rounding)
     if case.past and case.rows is not None:
-        found.append(("selected rows", 0.0 if _selects(model, case) else np.inf))
-    return [limited(case.name, name, case.stage, error, 0.0, rounding) for name, error in found]
+        found.append(("selected rows", 0.0 if watched.only_move() else np.inf))
+    own = [limited(case.name, name, case.stage, error, 0.0, rounding) for name, error in found]
+    return tensors, own
+
+
+class _Watched:
+    """A decoder whose entries may only move where rows of a later step are selected.
+
+    Attributes:
+        first: The state of the source.
+    """
+
+    def __init__(self, model: ObservableDecoder[Any], case: Case) -> None:
+        self._model, self._case, self._same = model, case, True
+        self._rows = np.arange(len(case.source))
+
+    def start(self, source: NDArray[np.int64], mask: NDArray[np.bool_]) -> Any:
+        """See `Decoder.start`."""
+        self.first = self._model.start(source, mask)
+        return self.first
+
+    def step(self, tokens: NDArray[np.int64], state: Any) -> tuple[StepOutput, Any]:
+        """See `Decoder.step`."""
+        output, self._last = self._model.step(tokens, state)
+        return output, self._last
+
+    def tensors(self, state: Any) -> Tensors:
+        """See `ObservableDecoder.tensors`."""
+        self._found = self._model.tensors(state)
+        return self._found
+
+    def select(self, state: Any, rows: NDArray[np.int64]) -> Any:
+        """Selects rows of the state whose tensors were read last."""
+        state, self._rows = self._model.select(state, rows), self._rows[rows]
+        if self._case.past:
+            before, masks = self._found, self._case.mask[self._rows]
+            for name, found in self.tensors(state).items():
+                wanted = before[name][rows, :, : found.shape[2]]
+                mask = np.ones(wanted.shape, np.bool_)
+                if name.startswith("cross"):
+                    mask &= masks[:, None, : found.shape[2], None]
+                self._same &= bool((found == wanted).all(where=mask))
+        return state
+
+    def only_move(self) -> bool:
+        """Whether entries only moved, also where each row is taken twice and sentences leave."""
+        twice = np.repeat(np.arange(len(self._rows)), 2)
+        self.select(self.select(self._last, twice), np.r_[0, 1, len(twice) - 2, len(twice) - 1])
+        return self._same
 
 
 def batches_of_rows(
@@ -107,9 +165,9 @@ def _batch(
 
 
 def _lm_head(
-    model: ObservableDecoder[State], lm_head: LMHead, case: Case, rounding: float
+    model: ObservableDecoder[Any], lm_head: LMHead, state: Any, case: Case, rounding: float
 ) -> Iterator[Found]:
-    state, tokens = model.start(case.source, case.mask), case.target[:, :1]
+    tokens = case.target[:, :1]
     single = model.step(tokens, state)[0].all_logits[:, 0].copy()  # its buffer is used again
     logits = single.astype(np.float64)
     units = logit_units(logits)
@@ -140,19 +198,3 @@ def _lm_head(
         yield "approximate_logits", share * rounding
         exact = SegmentMaxima.of(approximate, SEGMENT).maxima
         yield "approximate_maxima", error(maxima.maxima, exact)
-
-
-def _selects(model: ObservableDecoder[State], case: Case) -> bool:
-    """Selects rows, takes each twice, and lets sentences leave: entries may only move."""
-    _, state = model.step(case.target[:, : case.past], model.start(case.source, case.mask))
-    before, rows, same = model.tensors(state), np.arange(len(case.source)), True
-    twice = np.repeat(np.arange(len(case.kept)), 2)
-    for chosen in (case.kept, twice, np.r_[0, 1, twice.size - 2, twice.size - 1]):
-        state, rows = model.select(state, chosen), rows[chosen]
-        for name, found in model.tensors(state).items():
-            wanted = before[name][rows, :, : found.shape[2]]
-            mask = np.ones(wanted.shape, np.bool_)
-            if name.startswith("cross"):
-                mask &= case.mask[rows, None, : found.shape[2], None]
-            same &= bool((found == wanted).all(where=mask))
-    return same
