@@ -182,6 +182,7 @@ WRONG_ENGINES: Mapping[str, Callable[..., Iterable[GenerationResult]]] = {
     "a repetition penalty inverted": _searched_with(
         lambda options: {"repetition_penalty": 1 / options.repetition_penalty}
     ),
+    "a minimum length ignored": _searched_with(lambda options: {"min_length": 0}),
     "n-grams that may come again": _searched_with(lambda options: {"no_repeat_ngram": 0}),
     "suppressed tokens allowed": _searched_with(lambda options: {"suppress": ()}),
     "a suppressed sequence allowed": _searched_with(lambda options: {"suppress_sequences": ()}),

@@ -86,6 +86,7 @@ class PlainAnswers:
         greedy = GenerationOptions(max_length=length)
         row = self.rows(greedy)[0]
         tokens, ends = row.answers()[0].tokens, self.oracle.special.ends
+        special = self.oracle.special.ids()
         likely, text = tokens[:1], row.shown(tokens)
         allowed = [each for each in range(self.oracle.config.vocabulary_size) if each not in ends]
         rules: dict[str, Any] = {
@@ -113,11 +114,19 @@ class PlainAnswers:
             "prompt_ngrams": True,
             "renormalise": True,
         }
+        # The end tokens compete with the least likely token alone.
+        logits = row.logits([()])[0]
+        least = min(allowed, key=lambda each: (each in special, logits[each]))
         cut: dict[str, Any] = {"temperature": 0.8, "top_k": 9, "top_p": 0.9, "min_p": 0.01}
         return {
             "rules": replace(greedy, **rules),
             "rules, repeating": replace(greedy, **repeats),
             "rules, beam 3": replace(greedy, **beams),
+            "minimum length": replace(
+                greedy,
+                suppress=tuple(each for each in allowed if each != least),
+                min_length=length // 2,
+            ),
             "samples": replace(greedy, sample=True, n_best=2, seed=3, typical_p=0.95, **cut),
             "stop string": replace(greedy, stop=(text[len(text) // 2],) if text else ()),
         }
