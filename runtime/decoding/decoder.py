@@ -1,8 +1,7 @@
 """The model as a search uses it: tokens in, scores out, the KV cache as an opaque value."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
@@ -12,8 +11,7 @@ State = TypeVar("State")
 Tensors = Mapping[str, Floats]
 
 
-@dataclass(frozen=True)
-class TopK:
+class TopK(NamedTuple):
     """The likeliest tokens of each row.
 
     Attributes:
@@ -29,8 +27,7 @@ class TopK:
     log_sum_exp: Doubles | None = None
 
 
-@dataclass(frozen=True)
-class StepOutput:
+class StepOutput(NamedTuple):
     """Scores of the tokens that may come next: all logits, or the top k of each row alone.
 
     Attributes:

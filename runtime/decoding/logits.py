@@ -1,8 +1,7 @@
 """Arithmetic on logits `[rows, vocabulary]` that all searches share; rows are independent."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +19,7 @@ Integers = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 
-@dataclass(frozen=True)
-class SegmentMaxima:
+class SegmentMaxima(NamedTuple):
     """Largest logits of segments of the vocabulary.
 
     Attributes:

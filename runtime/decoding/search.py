@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Generic, TypeAlias
 
 import numpy as np
@@ -211,7 +210,7 @@ class _Batch(Generic[State, Key]):
                     normaliser = output.log_sum_exp
                     if normaliser is None:
                         normaliser = log_sum_exp(logits)
-                        output = replace(output, log_sum_exp=normaliser)
+                        output = output._replace(log_sum_exp=normaliser)
                     logits = own = logits - normaliser[:, None]
                 allowed = restrict(logits, active, history)
             self.choice = strategy.choose(output, allowed, self.rows, own)
@@ -233,7 +232,7 @@ class _Batch(Generic[State, Key]):
         choice, width, stepped = self.choice, self.strategy.width, len(self.rows)
         self.rows, parents, self.tokens = choice.rows, choice.parents, choice.tokens
         ended = self.strategy.ended[choice.rows]
-        if self.decoder.shares_cache and width > 1:
+        if np.count_nonzero(ended) and self.decoder.shares_cache and width > 1:
             ended = ended.reshape(-1, width).all(axis=1).repeat(width)
         if self._due(ended):
             staying = _closed_up(ended) if self.decoder.shares_cache else np.flatnonzero(~ended)
@@ -241,7 +240,7 @@ class _Batch(Generic[State, Key]):
             parents = staying if parents is None else parents[staying]
         if parents is None or not len(parents):
             return
-        if not np.array_equal(parents, np.arange(stepped)):
+        if len(parents) != stepped or (parents != np.arange(stepped)).any():
             self.state = self.decoder.select(self.state, parents)
 
     def _due(self, ended: Bools) -> bool:

@@ -184,7 +184,7 @@ class NormalisingFake(SentenceFake):
 
     def output(self, plain: StepOutput, top: int | None, normalise: bool) -> StepOutput:
         assert normalise
-        return replace(plain, log_sum_exp=log_sum_exp(plain.all_logits[:, -1]) + 0.5)
+        return plain._replace(log_sum_exp=log_sum_exp(plain.all_logits[:, -1]) + 0.5)
 
 
 def random_decoder(vocabulary: int, *, end: float = 0.0, spread: float = 2.0) -> FakeDecoder:
