@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+import threading
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from transferry.runtime.bundle.specs import GraphSpec, Role
-from transferry.runtime.decoding.batching import UNIT, BatchOptions, blocks, widened
+from transferry.runtime.decoding.batching import UNIT, BatchOptions, blocks, padded, widened
 from transferry.runtime.decoding.logits import Bools, Floats, Integers
 from transferry.runtime.ort.graph_runner import BoundCall, BufferView, GraphRunner
 from transferry.runtime.ort.session import Device
@@ -22,6 +25,17 @@ BATCHES: dict[Device, BatchOptions] = {
 }
 # Bytes of one column for all these rows, above which half of them are as fast on a CPU.
 LARGE_COLUMN = 1 << 21
+# Bytes of buffers that a thread keeps between batches of few rows, and a batch's share of them.
+KEPT_BYTES, LARGEST_KEPT = 1 << 23, 1 << 21
+
+
+def column_bytes(decoder: GraphSpec) -> int:
+    """Returns the bytes of a row's cross and past in one column."""
+    return sum(
+        math.prod(n for n in spec.shape if isinstance(n, int)) * np.dtype(spec.type).itemsize
+        for spec in decoder.inputs
+        if spec.role in ("cross", "past")
+    )
 
 
 def default_batches(decoder: GraphSpec, device: Device) -> BatchOptions:
@@ -29,12 +43,7 @@ def default_batches(decoder: GraphSpec, device: Device) -> BatchOptions:
     batches = BATCHES[device]
     if device != "cpu":
         return batches
-    column = sum(
-        math.prod(n for n in spec.shape if isinstance(n, int)) * np.dtype(spec.type).itemsize
-        for spec in decoder.inputs
-        if spec.role in ("cross", "past")
-    )
-    large = column * batches.rows > LARGE_COLUMN
+    large = column_bytes(decoder) * batches.rows > LARGE_COLUMN
     return BatchOptions(batches.rows // 2, batches.tokens // 2) if large else batches
 
 
@@ -44,12 +53,58 @@ class BoundStep:
 
     Attributes:
         call: The call.
+        sources: Its inputs that depend on the sources alone, by role.
+        source_bias: That of the state for which they were set.
         reached: Positions of the state after the last run, if that was of one token without gaps:
             its bias needs a single column more than the bound one has.
     """
 
     call: BoundCall
+    sources: Mapping[Role, NDArray[Any]]
+    source_bias: Floats
     reached: Integers | None = None
+
+
+# By tokens of a slot, whether the step is a single token without a gap before it, and the buffer of
+# the hidden states.
+BoundSteps: TypeAlias = dict[tuple[int, bool, int], BoundStep]
+
+
+@dataclass(eq=False)
+class Lease:
+    """Buffers of a batch, which serve the next batch of its shape with the steps bound to them.
+
+    Every state that reads them holds the lease; when none is left, they return to `kept`.
+
+    Attributes:
+        kept: Bytes and buffers by shape, those that returned last at the end.
+        shape: Slots and columns of cross.
+        cross: As in `FusedState`; likewise `past`, `capacity` and `calls`.
+        free: Whether past and calls are those of a batch before.
+    """
+
+    kept: OrderedDict[tuple[int, int], tuple[Any, ...]]
+    shape: tuple[int, int]
+    cross: Sequence[BufferView]
+    past: list[BufferView] = field(default_factory=list)
+    capacity: int = 0
+    calls: BoundSteps = field(default_factory=dict)
+    free: bool = True
+
+    def take(self, capacity: int, spare: int) -> bool:
+        """Whether past serves for so many columns; the first state to ask has it, with zeros."""
+        fits = self.free and capacity <= self.capacity <= capacity + spare
+        self.free = False
+        for view in self.past if fits else ():
+            view.numpy()[...] = 0  # a row of the batch before may have left NaN
+        return fits
+
+    def __del__(self) -> None:
+        size = sum(view.buffer.tensor_size_in_bytes() for view in (*self.cross, *self.past))
+        if size <= LARGEST_KEPT:
+            self.kept[self.shape] = size, self.cross, self.past, self.capacity, self.calls
+        while sum(size for size, *_ in self.kept.values()) > KEPT_BYTES:
+            self.kept.popitem(last=False)
 
 
 class FusedState(NamedTuple):
@@ -71,8 +126,8 @@ class FusedState(NamedTuple):
             as `bias`.
         prompt: Tokens of the prompt in a slot `[slots]`.
         padding: Padding after that prompt, up to the longest in its batch `[slots]`.
-        calls: Steps bound to these buffers, by tokens of a slot, whether the step is a single token
-            without a gap before it, and the buffer of the hidden states.
+        calls: Steps bound to these buffers.
+        lease: Holds cross and past; None of larger batches.
     """
 
     cross: Sequence[BufferView]
@@ -84,7 +139,8 @@ class FusedState(NamedTuple):
     held: Integers | None
     prompt: Integers
     padding: Integers
-    calls: dict[tuple[int, bool, int], BoundStep]
+    calls: BoundSteps
+    lease: Lease | None
 
     def seen(self) -> tuple[Floats, Integers]:
         """Returns `bias` and `held`, also where each history fills the first columns."""
@@ -106,10 +162,41 @@ def unused_columns(bias: Floats, count: int) -> Integers:
         count: Columns wanted of each slot; they may lie beyond the capacity.
     """
     slots, _, capacity = bias.shape
-    columns = np.tile(np.arange(capacity + count), (slots, 1))
-    columns[:, :capacity][bias.max(axis=1) == 0] = capacity + count  # after all others
-    columns.sort(axis=1)
-    return columns[:, :count]
+    used = np.zeros((slots, capacity + count), np.bool_)
+    np.equal(bias.max(axis=1), 0, out=used[:, :capacity])
+    return used.argsort(axis=1, kind="stable")[:, :count]
+
+
+def grouped(rows: Integers, slots: int, width: int) -> tuple[Integers | None, tuple[int, int]]:
+    """Slots of selected rows, None for all in their places; and their number and rows of each."""
+    of_row = rows // width
+    each, rest = divmod(len(rows), slots)
+    if not rest and (of_row.reshape(slots, each) == np.arange(slots)[:, None]).all():
+        return None, (slots, each)
+    chosen, counts = _runs(of_row)
+    if (counts != counts[0]).any() or np.bincount(chosen).max() > 1:
+        # No common width: each row gets a slot of its own.
+        return of_row, (len(rows), 1)
+    return chosen, (len(chosen), int(counts[0]))
+
+
+def closes_up(chosen: Integers) -> bool:
+    """Whether slots that stay keep their places, and slots that move come from the end."""
+    left = len(chosen)
+    return bool((chosen[chosen != np.arange(left)] >= left).all())
+
+
+def _runs(values: Integers) -> tuple[Integers, Integers]:
+    """Value and length of each run of neighbouring equal values."""
+    starts = np.flatnonzero(np.concatenate([[True], values[1:] != values[:-1]]))
+    return values[starts], np.diff(np.append(starts, len(values)))
+
+
+class _Kept(threading.local):
+    """Buffers that a thread keeps for later batches; see `Lease`."""
+
+    def __init__(self) -> None:
+        self.batches = OrderedDict[tuple[int, int], tuple[Any, ...]]()
 
 
 class CacheBuffers:
@@ -118,7 +205,11 @@ class CacheBuffers:
     def __init__(self, runners: Mapping[str, GraphRunner]) -> None:
         """Takes the graphs of the variant by name."""
         self._runners = runners
+        self._own = _Kept()
         self._decoder = runners["decoder"]
+        self._leased = 0  # columns of all slots
+        if not self._decoder.on_device:
+            self._leased = LARGEST_KEPT // column_bytes(self._decoder.graph)
         self._kv_heads = int(self._decoder.graph.tensor("past").shape[1])
 
     def zeros(self, role: Role, slots: int, columns: int) -> list[BufferView]:
@@ -151,27 +242,39 @@ class CacheBuffers:
         cells[..., 2] = columns[..., None]
         return cells
 
-    def encode(self, source: Integers, mask: Bools, tokens: int) -> list[BufferView]:
+    def lease(self, slots: int, length: int) -> Lease | None:
+        """Leases buffers for sources of so many tokens; None on a GPU and for a large batch."""
+        shape, kept = (slots, padded(length)), self._own.batches
+        if math.prod(shape) > self._leased:
+            return None
+        if shape not in kept:
+            return Lease(kept, shape, self.zeros("cross", *shape))
+        return Lease(kept, shape, *kept.pop(shape)[1:])
+
+    def encode(
+        self, source: Integers, mask: Bools, tokens: int, cross: Sequence[BufferView] = ()
+    ) -> Sequence[BufferView]:
         """Encodes padded token ids into buffers of cross keys and values.
 
         Args:
             source: Token ids `[rows, source]`.
             mask: True at tokens `[rows, source]`.
             tokens: Limit on the tokens to encode at once, padding counted.
+            cross: Buffers to write. Default: new ones.
         """
         encoder, place = self._runners["encoder"], self._runners["place"]
         source, mask = widened(source, UNIT), widened(mask, UNIT)
-        cross: list[BufferView] = []
         for block, length in blocks(mask, tokens):
-            encoded = encoder.run(
-                {
-                    "source": [encoder.value(source[block, :length])],
-                    "source_mask": [encoder.value(mask[block, :length])],
-                },
-                "cross",
-            )
+            inputs = {
+                "source": [encoder.value(source[block, :length])],
+                "source_mask": [encoder.value(mask[block, :length])],
+            }
             count = block.stop - block.start
-            if (count, length) == source.shape:
+            if (whole := (count, length) == source.shape) and cross:
+                encoder.run(inputs, in_place={"cross": cross})
+                return cross
+            encoded = encoder.run(inputs, "cross")
+            if whole:
                 return [BufferView.of(each) for each in encoded]
             cross = cross or self.zeros("cross", *source.shape)
             views = [buffer.view(block.start, count) for buffer in cross]

@@ -9,7 +9,7 @@ the array of the states that the beams continue.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,9 +24,12 @@ from transferry.runtime.decoding.logits import Bools, Floats, Integers
 from transferry.runtime.decoding.shared_prompts import shared_prompts
 from transferry.runtime.ort.cache_buffers import (
     BoundStep,
+    BoundSteps,
     CacheBuffers,
     FusedState,
+    closes_up,
     default_batches,
+    grouped,
     unused_columns,
 )
 from transferry.runtime.ort.encoder import PASS_TOKENS
@@ -106,11 +109,21 @@ class SlotDecoder:
         """Returns everything that determines the numbers; see `graph_runner.describe`."""
         return describe(self.variant, self.options, self._runners.values())
 
-    def _encoded(self, source: Integers, mask: Bools) -> list[BufferView]:
-        """Cross of the sources; empty without an encoder."""
+    def _encoded(
+        self, source: Integers, mask: Bools, cross: Sequence[BufferView] = ()
+    ) -> Sequence[BufferView]:
+        """Cross of the sources, in given buffers; empty without an encoder."""
+        tokens = PASS_TOKENS[self.options.device]
+        return self._buffers.encode(source, mask, tokens, cross) if self.has_encoder else []
+
+    def _sources(self, source_bias: Floats) -> Mapping[Role, NDArray[Any]]:
+        """Inputs of a step that depend on the sources alone."""
         if not self.has_encoder:
-            return []
-        return self._buffers.encode(source, mask, PASS_TOKENS[self.options.device])
+            return {}
+        found: dict[Role, NDArray[Any]] = {"source_bias": source_bias}
+        if self._int8:
+            found["source_length"] = (source_bias[:, 0, 0] == 0).sum(axis=1)
+        return found
 
     def _bound(
         self,
@@ -118,6 +131,7 @@ class SlotDecoder:
         hidden: BufferView,
         present: Sequence[BufferView],
         changing: dict[str, NDArray[Any]],
+        sources: Mapping[Role, NDArray[Any]],
         *,
         single: bool,
     ) -> BoundCall:
@@ -128,19 +142,18 @@ class SlotDecoder:
             hidden: Buffer for the hidden states.
             present: Buffers for the present.
             changing: The inputs of every step.
+            sources: From `_sources`.
             single: Whether the step is one token a slot without a gap before it.
         """
         value = self._decoder.value
         fixed: dict[Role, Sequence[Bindable]] = {"past": state.past}
         in_place: dict[Role, Sequence[Bindable]] = {"present": present, "hidden": [hidden]}
         if self.has_encoder:
-            fixed |= {"cross": state.cross, "source_bias": [value(state.source_bias)]}
+            fixed |= {"cross": state.cross}
+            fixed |= {role: [value(array)] for role, array in sources.items()}
         if self._int8:
             fixed |= {"single": [value(np.array(single))]}
-        if self._int8 and self.has_encoder:
-            lengths = (state.source_bias[:, 0, 0] == 0).sum(axis=1)
-            fixed |= {"source_length": [value(lengths)]}
-            in_place |= {"kept": state.cross}
+            in_place |= {"kept": state.cross} if self.has_encoder else {}
         return self._decoder.bind(fixed=fixed, changing=changing, in_place=in_place)
 
     def _named(
@@ -160,8 +173,9 @@ class FusedDecoder(SlotDecoder):
     def start(self, source: Integers, mask: Bools) -> FusedState:
         """Encodes the sources or reads the prompts; see `Decoder.start`."""
         slots, length = source.shape
+        lease = self._buffers.lease(slots, length) if self.has_encoder else None
         state = FusedState(
-            cross=self._encoded(source, mask),
+            cross=self._encoded(source, mask, lease.cross if lease else ()),
             past=[],
             source_bias=_source_bias(mask),
             capacity=0,
@@ -171,6 +185,7 @@ class FusedDecoder(SlotDecoder):
             prompt=np.zeros(slots, np.int64),
             padding=np.zeros(slots, np.int64),
             calls={},
+            lease=lease,
         )
         if self.has_encoder or not length:
             return state
@@ -230,12 +245,12 @@ class FusedDecoder(SlotDecoder):
         for token in range(new):
             bias[slot, row, token:, own[:, :, token]] = 0
         step = self._bound_step(state, width * new, single=False)
-        changed = {"target": tokens.reshape(slots, -1), "positions": positions}
         if state.bias is not None or self._windows:
             held = held.copy()
             held[slot, columns] = positions
         step.call.run(
-            **changed,
+            target=tokens.reshape(slots, -1),
+            positions=positions,
             cells=self._buffers.cells(columns, step.call.changing["cells"]),
             bias=bias.reshape(slots, 1, width * new, -1),
             **({"columns": held} if self._windows else {}),
@@ -247,10 +262,15 @@ class FusedDecoder(SlotDecoder):
         """Returns a step of `new` tokens a slot, bound to the buffers of a state."""
         hidden = self.lm_head.hidden(len(state.positions) * new)
         # Another thread has other memory, and this one's may have grown.
-        key = new, single, id(hidden.buffer)
-        if key not in state.calls:
-            state.calls[key] = BoundStep(self._bind(state, new, single, hidden))
-        return state.calls[key]
+        key = new, single, id(hidden)
+        step = state.calls.get(key)
+        if step is None:
+            step = state.calls[key] = self._bind(state, new, single, hidden)
+        elif step.source_bias is not state.source_bias:
+            for role, array in self._sources(state.source_bias).items():
+                step.sources[role][...] = array
+            step.source_bias, step.reached = state.source_bias, None
+        return step
 
     def select(self, state: FusedState, rows: Integers) -> FusedState:
         """Takes rows of the state; see `Decoder.select`.
@@ -258,29 +278,28 @@ class FusedDecoder(SlotDecoder):
         Rows that stay in their slots, in any order and number, move nothing.
         """
         slots, width = state.positions.shape
-        chosen, shape = _grouped(rows, width)
+        chosen, shape = grouped(rows, slots, width)
         bias = held = None
         if state.bias is not None or shape[1] > 1:
             bias, held = state.seen()
             bias = bias.reshape(slots * width, -1)[rows].reshape(*shape, -1)
         positions = state.positions.reshape(-1)[rows].reshape(shape)
         taken = state._replace(bias=bias, positions=positions, held=held)
-        if np.array_equal(chosen, np.arange(slots)):
+        if chosen is None:
             return taken
         taken = taken._replace(
             source_bias=state.source_bias[chosen],
             held=None if held is None else held[chosen],
             prompt=state.prompt[chosen],
             padding=state.padding[chosen],
-            calls={},
         )
-        if state.past and _closes_up(chosen):
+        if state.past and closes_up(chosen):
             # Slots from the end take the places of those that leave.
             moved = self._buffers.move([*state.cross, *state.past], chosen)
             split = len(state.cross)
             return taken._replace(cross=moved[:split], past=moved[split:])
         if self.has_encoder:
-            taken = taken._replace(cross=self._buffers.select(state.cross, chosen))
+            taken = taken._replace(cross=self._buffers.select(state.cross, chosen), lease=None)
         return self._with_columns(taken, chosen, state.capacity)
 
     def tensors(self, state: FusedState) -> dict[str, Floats]:
@@ -301,7 +320,7 @@ class FusedDecoder(SlotDecoder):
         columns = (np.take_along_axis(each, order, axis=2) for each in _by_row(past, width))
         return self._named(cross, state.source_bias, width, columns)
 
-    def _bind(self, state: FusedState, new: int, single: bool, hidden: BufferView) -> BoundCall:
+    def _bind(self, state: FusedState, new: int, single: bool, hidden: BufferView) -> BoundStep:
         """Binds a step of `new` tokens a slot to the buffers of a state."""
         slots = len(state.prompt)
         changing: dict[str, NDArray[Any]] = {
@@ -311,7 +330,10 @@ class FusedDecoder(SlotDecoder):
             "bias": np.zeros((slots, 1, new, state.capacity), np.float32),
             **({"columns": state.seen()[1].copy()} if self._windows else {}),
         }
-        return self._bound(state, hidden, state.past, changing, single=single)
+        found = self._sources(state.source_bias)
+        sources = {role: array.copy() for role, array in found.items()}
+        call = self._bound(state, hidden, state.past, changing, sources, single=single)
+        return BoundStep(call, sources, state.source_bias)
 
     def _read_prompts(self, state: FusedState, source: Integers, mask: Bools) -> FusedState:
         """Returns a state whose cache holds the prompts."""
@@ -386,16 +408,20 @@ class FusedDecoder(SlotDecoder):
             slots: Slots of the past to take `[slots]`.
             capacity: Columns of the new cache, enough for all that rows attend to.
         """
-        room, bias, held = state.capacity, state.bias, state.held
+        room, bias, held, lease = state.capacity, state.bias, state.held, state.lease
+        past, calls = list[BufferView](), BoundSteps()
+        if not room and lease and lease.take(capacity, SPARE_COLUMNS):
+            past, capacity, calls = lease.past, lease.capacity, lease.calls
         if bias is not None and held is not None:
             kept, more = min(room, capacity), ((0, 0), (0, max(0, capacity - room)))
             bias = np.pad(bias[..., :kept], ((0, 0), *more), constant_values=-np.inf)
             held = np.pad(held[:, :kept], more)
         if room:
             past = self._buffers.gather(state.past, slots, room, capacity)
-        else:
-            past = self._buffers.zeros("past", len(slots), capacity)
-        return state._replace(past=past, capacity=capacity, bias=bias, held=held, calls={})
+        past = past or self._buffers.zeros("past", len(slots), capacity)
+        if lease and lease.shape[0] == len(slots):
+            lease.past, lease.capacity, lease.calls = past, capacity, calls
+        return state._replace(past=past, capacity=capacity, bias=bias, held=held, calls=calls)
 
 
 class RecurrentDecoder(SlotDecoder):
@@ -435,8 +461,8 @@ class RecurrentDecoder(SlotDecoder):
         if key not in state.calls:
             present = [buffer.view(0, tokens.size) for buffer in state.spare]
             changing = {"target": tokens.reshape(slots, width).copy(), "rows": state.rows.copy()}
-            single = width == 1
-            state.calls[key] = self._bound(state, hidden, present, changing, single=single)
+            sources, single = self._sources(state.source_bias), width == 1
+            state.calls[key] = self._bound(state, hidden, present, changing, sources, single=single)
         state.calls[key].run(target=tokens.reshape(slots, width), rows=state.rows)
         output = self.lm_head.scores(tokens.shape, top=top, normalise=normalise)
         rows = np.arange(tokens.size).reshape(slots, width)
@@ -445,12 +471,12 @@ class RecurrentDecoder(SlotDecoder):
     def select(self, state: RecurrentState, rows: Integers) -> RecurrentState:
         """Takes rows of the state; see `Decoder.select`. No row moves."""
         slots, width = state.rows.shape
-        chosen, shape = _grouped(rows, width)
+        chosen, shape = grouped(rows, slots, width)
         taken = state.rows.reshape(-1)[rows].reshape(shape)
-        if np.array_equal(chosen, np.arange(slots)):
+        if chosen is None:
             calls = state.calls if shape == state.rows.shape else {}
             return replace(state, rows=taken, calls=calls)
-        move = self._buffers.move if _closes_up(chosen) else self._buffers.select
+        move = self._buffers.move if closes_up(chosen) else self._buffers.select
         cross, source_bias = move(state.cross, chosen), state.source_bias[chosen]
         return replace(state, cross=cross, source_bias=source_bias, rows=taken, calls={})
 
@@ -470,31 +496,5 @@ def _source_bias(mask: Bools) -> Floats:
     return bias
 
 
-def _grouped(rows: Integers, width: int) -> tuple[Integers, tuple[int, int]]:
-    """Slots of selected rows, and the number of slots and of rows in each."""
-    of_row = rows // width
-    if len(rows) % width == 0:  # as they were, in most steps
-        slots = np.arange(len(rows) // width)
-        if (of_row.reshape(-1, width) == slots[:, None]).all():
-            return slots, (len(slots), width)
-    chosen, counts = _runs(of_row)
-    if (counts != counts[0]).any() or np.bincount(chosen).max() > 1:
-        # No common width: each row gets a slot of its own.
-        return of_row, (len(rows), 1)
-    return chosen, (len(chosen), int(counts[0]))
-
-
-def _closes_up(chosen: Integers) -> bool:
-    """Whether slots that stay keep their places, and slots that move come from the end."""
-    left = len(chosen)
-    return bool((chosen[chosen != np.arange(left)] >= left).all())
-
-
 def _by_row(buffers: Sequence[BufferView], width: int) -> Iterator[Floats]:
     return (buffer.numpy().repeat(width, axis=0) for buffer in buffers)
-
-
-def _runs(values: Integers) -> tuple[Integers, Integers]:
-    """Value and length of each run of neighbouring equal values."""
-    starts = np.flatnonzero(np.concatenate([[True], values[1:] != values[:-1]]))
-    return values[starts], np.diff(np.append(starts, len(values)))

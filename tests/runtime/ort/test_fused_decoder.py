@@ -16,7 +16,12 @@ from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.specs import GraphSpec, TensorSpec
 from transferry.runtime.decoding.batching import UNIT, padded
 from transferry.runtime.decoding.search import pad_sources
-from transferry.runtime.ort.cache_buffers import FusedState, default_batches
+from transferry.runtime.ort.cache_buffers import (
+    KEPT_BYTES,
+    LARGEST_KEPT,
+    FusedState,
+    default_batches,
+)
 from transferry.runtime.ort.encoder import PASS_TOKENS
 from transferry.runtime.ort.fused_decoder import (
     AHEAD_CELLS,
@@ -99,6 +104,38 @@ def test_a_cache_is_no_longer_than_those_that_stay_need(fast_writer_bundle_folde
     assert capacity(state) >= 57
     _, state = fed(writer, TARGET[:1, :1], writer.select(state, np.array([1])))
     assert capacity(state) <= 6 + SPARE_COLUMNS
+
+
+def test_the_next_batch_of_a_shape_has_the_buffers_of_the_last(decoder: FusedDecoder) -> None:
+    """Whatever the last one left there, and only once no state reads them."""
+    expected, before = fed(decoder, TARGET[:, :6], started(decoder))
+    lease = before.lease
+    assert lease is not None
+    for view in lease.past:
+        view.numpy()[...] = np.nan
+    buffer, steps = before.past[0].buffer, len(before.calls)
+    other = started(decoder)
+    assert other.cross[0].buffer is not before.cross[0].buffer, "a state still reads them"
+    del other, before, lease
+    state = started(decoder, [source[::-1] for source in SOURCES])
+    fed(decoder, TARGET[:, 6:12], state)
+    del state
+    state = started(decoder)
+    found, after = fed(decoder, TARGET[:, :6], state)
+    assert after.past[0].buffer is buffer
+    assert len(after.calls) == steps, "the steps are bound already"
+    again, apart = fed(decoder, TARGET[:, :6], state)
+    assert apart.past[0].buffer is not buffer, "two ways from one state read one cache each"
+    np.testing.assert_array_equal([found, again], [expected, expected])
+
+
+def test_a_thread_keeps_few_buffers(decoder: FusedDecoder) -> None:
+    for slots in range(1, 60):
+        fed(decoder, TARGET[:1, :1].repeat(slots, axis=0), started(decoder, [[5] * 40] * slots))
+    sizes = [size for size, *_ in decoder._buffers._own.batches.values()]
+    assert sizes
+    assert sum(sizes) <= KEPT_BYTES
+    assert max(sizes) <= LARGEST_KEPT
 
 
 def test_beams_that_change_places_move_nothing(decoder: FusedDecoder) -> None:
