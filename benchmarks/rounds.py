@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -36,7 +37,10 @@ def interleaved(
 
 
 def fastest(
-    work: Mapping[Setting, Callable[[], object]], repeats: int = 3, slack: float = 0.0
+    work: Mapping[Setting, Callable[[], object]],
+    repeats: int = 3,
+    slack: float = 0.0,
+    seconds: float = math.inf,
 ) -> Setting:
     """Warms up and times all settings; returns the fastest.
 
@@ -44,11 +48,16 @@ def fastest(
         work: Work of each setting.
         repeats: Timed runs of each.
         slack: Return the first setting that takes at most this share longer than the fastest.
+        seconds: Repeat no more after so long; each setting is timed once at least.
     """
     for function in work.values():
         function()
-    rounds = interleaved(work, repeats, quiet=True)
-    times = {setting: min(values) for setting, values in rounds.items()}
+    times, started = dict.fromkeys(work, math.inf), time.perf_counter()
+    for _ in range(repeats):
+        for setting, (took,) in interleaved(work, 1, quiet=True).items():
+            times[setting] = min(times[setting], took)
+        if time.perf_counter() - started > seconds:
+            break
     longest = (1 + slack) * min(times.values())
     return next(setting for setting, seconds in times.items() if seconds <= longest)
 

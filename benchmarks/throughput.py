@@ -46,6 +46,8 @@ BATCH_ROWS = {"engine": (64, 128, 192, 256, 384, 512, 768), "ctranslate2": (8, 1
 # A batch that is less than this share slower is preferred if it is smaller: it takes less memory,
 # and differences of this size are noise.
 SLACK = 0.02
+# Seconds after which a comparison of settings is repeated no more.
+TUNING_SECONDS = 15.0
 # Arguments: texts, options of the search, rows per batch.
 Answering = Callable[[Sequence[str], GenerationOptions, int], list[Answer]]
 
@@ -77,7 +79,9 @@ class Side:
         sentences: int | None = None,
         repeats: int = 3,
     ) -> Tuned:
-        """Opens the side in each layout; returns the fastest, with the smallest batch as fast.
+        """Returns the fastest layout, with the smallest batch as fast.
+
+        The layouts are compared at one size of batch, and all sizes in the fastest layout.
 
         Args:
             texts: Texts to tune on.
@@ -85,20 +89,16 @@ class Side:
             sentences: Sentences per batch, if not to be tuned.
             repeats: Timed runs of each setting.
         """
-        opened = {side: side.open() for side in self._layouts()}
         sizes = BATCH_ROWS[self.name]
         if sentences is not None:
             sizes = (sentences * (options.beam if self.name == "engine" else 1),)
-        side, rows = fastest(
-            {
-                (side, rows): partial(answer, texts, options, rows)
-                for rows in sizes
-                for side, answer in opened.items()
-            },
-            repeats,
-            SLACK,
-        )
-        return Tuned(side, rows, opened[side])
+        middle, opened = sizes[len(sizes) // 2], {side: side.open() for side in self._layouts()}
+        work = {side: partial(one, texts, options, middle) for side, one in opened.items()}
+        side = fastest(work, repeats, SLACK, TUNING_SECONDS)
+        answer = opened[side]
+        trials = {rows: partial(answer, texts, options, rows) for rows in sizes}
+        rows = middle if len(sizes) == 1 else fastest(trials, repeats, SLACK, TUNING_SECONDS)
+        return Tuned(side, rows, answer)
 
     def _layouts(self) -> list[Side]:
         cores = usable_cores()
