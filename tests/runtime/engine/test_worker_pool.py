@@ -262,6 +262,13 @@ def test_the_last_rows_are_shared_out() -> None:
     assert len(queue.take(100)) == 100
 
 
+def test_nothing_is_handed_out_once_nobody_wants_more() -> None:
+    queue = WorkQueue[int, str](100)
+    queue.put([WorkItem(1, 1), WorkItem(2, 2)])
+    queue.stop()
+    assert queue.take(9) == []
+
+
 def test_a_program_may_end_without_closing_its_stream() -> None:
     script = """
 from transferry.runtime.decoding.batching import BatchOptions
