@@ -3,14 +3,14 @@
     python benchmarks/gpu.py FOLDER --out OUT [--provider cuda] [--minutes 8] [--stages A,B]
     python benchmarks/gpu.py FOLDER --make small,llama,bert [--tiny]
 
-One command without a network. FOLDER holds models made from seeds: preset small, a Llama of 100
-million parameters and BERT-base (`shapes.py`), each as a checkpoint and a bundle with portable,
-cuda-fp16 and cuda-bf16, and the last two as folders of transformers. Models that are missing are
-made first, the second and third beside the stages of the first. Every stage is a process of its
-own, prints a line, and writes OUT/STAGE.json as it ends; one that fails or has no time left stops
-no other. Weights are random, so all answers have `--new-tokens` tokens. `--provider cpu --tiny`
-runs the same stages on the portable variant of models of one layer, in small batches and one round.
-The last line is JSON.
+One command without a network. FOLDER holds models made from seeds: a BART of the size of preset
+small, a Llama of 100 million parameters and BERT-base (`shapes.py`), each as a folder of
+transformers, a checkpoint, and a bundle with portable, cuda-fp16 and cuda-bf16. Models that are
+missing are made first, the second and third beside the stages of the first. Every stage is a
+process of its own, prints a line, and writes OUT/STAGE.json as it ends; one that fails or has no
+time left stops no other. Weights are random, so all answers have `--new-tokens` tokens.
+`--provider cpu --tiny` runs the same stages on the portable variant of models of one layer, in
+small batches and one round. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -18,17 +18,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from gpu_stages import VARIANTS, Setup, corpus, run_stage, transferry
 from throughput import numbers
@@ -50,13 +46,9 @@ def make(folder: Path, model: str, *, tiny: bool) -> None:
     import shapes
 
     (folder / model).mkdir(parents=True)
-    run = folder / model / "checkpoint"
-    if model == "small":
-        make_small(run, tiny=tiny)
-    else:
-        theirs = folder / model / "model"
-        shapes.make(model, corpus(3000), theirs, 1 if tiny else None)
-        require(transferry("import", theirs, "--out", run))
+    run, theirs = folder / model / "checkpoint", folder / model / "model"
+    shapes.make(model, corpus(3000), theirs, 1 if tiny else None)
+    require(transferry("import", theirs, "--out", run))
     options = [f"--variant={variant}" for variant in VARIANTS[1:]]
     require(transferry("export", run, "--out", folder / model / "draft", *options))
     (folder / model / "draft").rename(folder / model / "bundle")
@@ -66,30 +58,6 @@ def require(done: subprocess.CompletedProcess[str]) -> None:
     """Raises RuntimeError with the last lines of a command that failed."""
     if done.returncode:
         raise RuntimeError(f"{done.args[3:5]}: {done.stderr[-2000:]}")
-
-
-def make_small(folder: Path, *, tiny: bool) -> None:
-    """Writes a checkpoint of preset small with random weights and a vocabulary of its size."""
-    from shapes import POSITIONS
-    from transferry.build_model import checkpoint
-    from transferry.build_model.model.config import ModelConfig
-    from transferry.build_model.model.transformer import Transformer
-    from transferry.build_model.train.presets import PRESETS
-    from transferry.build_model.train.train_config import TrainConfig
-    from transferry.build_model.train.vocabulary import train_bpe
-
-    preset, letters = PRESETS["tiny" if tiny else "small"], random.Random(0)
-    words = ["".join(letters.choices("abcdefghij", k=6)) for _ in range(4 * preset.vocabulary_size)]
-    lines = [" ".join(words[first : first + 10]) for first in range(0, len(words), 10)]
-    tokenizer = train_bpe([*corpus(1000), *lines], preset.vocabulary_size)
-    torch.manual_seed(0)
-    shape = asdict(preset.shape(tokenizer.vocabulary_size)) | {"max_positions": POSITIONS}
-    config = ModelConfig.from_dict(shape)
-    folder.mkdir()
-    checkpoint.save_config(folder, config, TrainConfig(max_steps=1))
-    tokenizer.save(folder)
-    checkpoint.save_samples(folder, corpus(8))
-    checkpoint.save_tensors(folder / checkpoint.WEIGHTS, Transformer(config).state_dict())
 
 
 def line_of(stage: str, found: Mapping[str, Any]) -> str:

@@ -241,10 +241,9 @@ def stage_speed(setup: Setup, model: str) -> dict[str, Any]:
     sides: dict[str, Callable[[], Callable[[int, int], Work]]] = {
         name: partial(open_engine, setup, model, name) for name in setup.variants
     }
-    if model == "small":  # which transformers did not write
+    sides["transformers"] = partial(open_peer, setup, model, bundle)
+    if model == "small":
         sides["reference"] = partial(open_reference, setup, model, bundle)
-    else:
-        sides["transformers"] = partial(open_peer, setup, model, bundle)
     for side, opening in sides.items():
         work_of = opening()
         for beam in (1,) if model == "bert" or side == "reference" else (1, 4):
@@ -291,9 +290,13 @@ def open_peer(setup: Setup, model: str, bundle: Bundle) -> Callable[[int, int], 
     """Opens the same weights in transformers, on the GPU in float16."""
     import transformers
 
-    kind = transformers.AutoModel if model == "bert" else transformers.AutoModelForCausalLM
+    kinds = {
+        "small": transformers.AutoModelForSeq2SeqLM,
+        "llama": transformers.AutoModelForCausalLM,
+        "bert": transformers.AutoModel,
+    }
     folder = setup.folder / model / "model"
-    return partial(_torch_work, setup, _loaded(kind, setup, folder), bundle)
+    return partial(_torch_work, setup, _loaded(kinds[model], setup, folder), bundle)
 
 
 def _loaded(kind: Any, setup: Setup, folder: Path) -> Any:
@@ -318,7 +321,7 @@ def _torch_work(setup: Setup, opened: Any, bundle: Bundle, rows: int, beam: int)
             max_new_tokens=new,
             pad_token_id=0,
         )
-        return found[:, ids.shape[1] :].tolist()  # type: ignore[no-any-return]
+        return found[:, -new:].tolist()  # type: ignore[no-any-return]
 
     return work
 

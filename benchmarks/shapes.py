@@ -7,6 +7,7 @@
 
 SHAPE is one of:
 
+    small     a BART of the size of preset small: 8 million
     llama     a Llama with 4 key-value heads and a vocabulary of 8,000: 100 million
     bert      BERT-base: 109 million
     minilm    all-MiniLM-L6-v2: 23 million
@@ -34,6 +35,20 @@ VOCABULARY = 8000
 BERT_VOCABULARY = 30522
 # Of a generator: random weights end no answer, and `verify` reads each answer again at each token.
 POSITIONS = 64
+
+
+def small(layers: int = 3) -> Any:
+    """Returns a BART of the size of preset small."""
+    config = transformers.BartConfig(
+        vocab_size=VOCABULARY,
+        d_model=256,
+        **{f"{side}_layers": layers for side in ("encoder", "decoder")},
+        **{f"{side}_attention_heads": 4 for side in ("encoder", "decoder")},
+        **{f"{side}_ffn_dim": 1024 for side in ("encoder", "decoder")},
+        max_position_embeddings=POSITIONS,
+        forced_eos_token_id=None,
+    )
+    return transformers.BartForConditionalGeneration(config)
 
 
 def llama(layers: int = 14) -> Any:
@@ -66,6 +81,16 @@ def minilm(layers: int = 6) -> Any:
         intermediate_size=1536,
     )
     return transformers.BertModel(config)
+
+
+def write_bart_tokenizer(lines: Sequence[str], folder: Path) -> None:
+    """Writes vocab.json and merges.txt, a byte-pair encoding."""
+    import tokenizers
+
+    trained = tokenizers.ByteLevelBPETokenizer()
+    special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    trained.train_from_iterator(lines, VOCABULARY, special_tokens=special, show_progress=False)
+    trained.save_model(str(folder))
 
 
 def write_llama_tokenizer(lines: Sequence[str], folder: Path) -> None:
@@ -109,6 +134,7 @@ def write_bert_tokenizer(lines: Sequence[str], folder: Path) -> None:
 
 
 SHAPES: dict[str, tuple[Callable[..., Any], Callable[[Sequence[str], Path], None]]] = {
+    "small": (small, write_bart_tokenizer),
     "llama": (llama, write_llama_tokenizer),
     "bert": (bert, write_bert_tokenizer),
     "minilm": (minilm, write_bert_tokenizer),

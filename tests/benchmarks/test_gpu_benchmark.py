@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+import shapes
 from gpu import MODELS, STAGES, line_of, stage_apart
-from gpu_stages import Setup, nodes_on_cpu, run_stage, summary
+from gpu_stages import Setup, corpus, nodes_on_cpu, run_stage, summary
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.errors import InputError
 
@@ -48,8 +49,9 @@ def test_answers_and_nodes(setup: Setup) -> None:
 
 @pytest.mark.thorough
 def test_every_side_gives_all_tokens(setup: Setup) -> None:
+    shapes.make("small", corpus(1000), setup.folder / "small/model", 1)
     cells = run_stage(setup, "small-speed")
-    sides = {"portable": (1, 4), "reference": (1,)}
+    sides = {"portable": (1, 4), "transformers": (1, 4), "reference": (1,)}
     assert {name: found["tokens"] for name, found in cells.items()} == {
         f"{side}, beam {beam}, {rows} rows": 3 * rows
         for side, beams in sides.items()
