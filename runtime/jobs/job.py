@@ -216,7 +216,9 @@ class Job:
         if self._is_cut:
             self._cut = cut(self.reader, self.options, self.writer.columns)
             return 0, None
-        return partition_range(self.reader, self.target, self.options)
+        local = self.remote is None and self.output != STANDARD_STREAM
+        folder = self.output.parent if local else None
+        return partition_range(self.reader, self.target, self.options, folder)
 
     def chunk_rows(self, first: int) -> int:
         """Returns the rows of a chunk that begins at a row, where the input does not end before."""

@@ -34,6 +34,7 @@ from transferry.runtime.jobs.journal import (
     parts_of,
 )
 from transferry.runtime.jobs.output_files import (
+    LINES,
     MANIFEST,
     RemoteOutput,
     check_output,
@@ -178,6 +179,7 @@ def merge(
         writer.join(files, file, first)
         file.flush()
         _describe(summary, out, sha256(Path(file.name)))
+    _forget_lines(partitions)
     return summary
 
 
@@ -250,6 +252,12 @@ def _keep(partitions: Sequence[_Partition], out: Path, summary: Summary) -> None
         write_manifest(folder, placed)
         _describe(summary, out, hash_of_hashes(part.sha256 for part in parts))
         folder.rename(out)
+    _forget_lines(partitions)
+
+
+def _forget_lines(partitions: Sequence[_Partition]) -> None:
+    for folder in {partition.path.parent / LINES for partition in partitions}:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _upload(partitions: Sequence[_Partition], output: RemoteOutput, *, force: bool) -> Summary:
@@ -269,6 +277,7 @@ def _upload(partitions: Sequence[_Partition], output: RemoteOutput, *, force: bo
     with TemporaryDirectory() as folder:
         parts = _parts(partitions, Path(folder))
         output.publish(parts, ending_of(partitions[0].fingerprint), texts)
+    _forget_lines(partitions)
     return summary
 
 

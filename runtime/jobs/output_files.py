@@ -37,6 +37,8 @@ from transferry.runtime.settings import foreign_settings
 # Files beside the output, by their suffixes.
 SETTINGS, FOLDER = ".settings.toml", ".job"
 BESIDE = (SUMMARY, SETTINGS, FOLDER)
+# Folder beside the outputs of partitions: numbers of lines, which each of them counts in part.
+LINES = ".transferry-lines"
 
 
 def check_output(

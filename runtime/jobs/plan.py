@@ -21,6 +21,7 @@ from transferry.runtime.jobs.formats.rows import RowReader
 from transferry.runtime.jobs.formats.sources import Series
 from transferry.runtime.jobs.job_options import JobOptions, fraction
 from transferry.runtime.jobs.journal import Journal
+from transferry.runtime.jobs.output_files import LINES
 from transferry.runtime.jobs.summary import Summary, Tally
 
 RESTORE = "Restore it, or add --force to discard the saved rows"
@@ -34,7 +35,7 @@ ENOUGH = 10
 
 
 def partition_range(
-    reader: RowReader, target: RowReader | None, options: JobOptions
+    reader: RowReader, target: RowReader | None, options: JobOptions, folder: Path | None
 ) -> tuple[int, int]:
     """Returns the first row of a partition, and the row after its last; makes counts known.
 
@@ -42,10 +43,11 @@ def partition_range(
         reader: The input.
         target: Targets of its rows.
         options: With `partition`.
+        folder: Where the partitions leave the numbers of lines for each other, in a folder.
     """
     number, partitions = fraction(str(options.partition))
     for each in filter(None, (reader, target)):
-        each.number()
+        each.number(folder and folder / LINES, (number - 1) / partitions)
     counts = [0, *accumulate(cast("list[int]", reader.counts))]
     if options.partition_by == "file":
         ends = [counts[(len(counts) - 1) * each // partitions] for each in (number - 1, number)]

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain, islice, tee
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from transferry.runtime.engine.result import RowError
@@ -178,18 +179,17 @@ class _LineReader(RowReader):
     def _layout(self, format: InputFormat, column: str | None) -> Layout:
         return layout_of(self.file, format, self._names, column)
 
-    def number(self) -> None:
+    def number(self, folder: Path | None = None, share: float = 0.0) -> None:
         """Counts lines; rows where the file is packed, or some may have several lines."""
         if self.keeps:
             try:
-                with self._steady.opened() as file:
-                    index = LineIndex.of(file)
+                index = LineIndex.of(self._steady, folder, share)
             except OSError as error:
                 raise unreadable(self.file, error) from error
             if not (index.quotes and self._quotes):
                 self._index, self._sha256 = index, index.sha256
                 self.count = max(0, index.lines - self._above)
-        super().number()
+        super().number(folder, share)
 
     @cached_property
     def keeps(self) -> bool:  # type: ignore[override]

@@ -8,11 +8,13 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 from transferry.runtime.engine.result import RowError
 from transferry.runtime.engine.tasks.task import Layout
 from transferry.runtime.errors import InputError
+from transferry.runtime.io.line_index import remembered
 from transferry.runtime.io.lines import LongLine
 from transferry.runtime.jobs.formats.cells import as_text, to_json
 from transferry.runtime.jobs.formats.remote_file import Source
@@ -159,10 +161,12 @@ class RowReader(ABC):
         """The files, which must stay as they are; see `Steady`."""
         return [self._steady]
 
-    def number(self) -> None:
-        """Makes `count` known, by reading the file if there is no other way."""
+    def number(self, folder: Path | None = None, share: float = 0.0) -> None:
+        """Makes `count` known, by reading the file if no other process has; see `LineIndex.of`."""
         if self.count is None:
-            self.count, self._sha256 = hash_rows(self.rows())
+            self._steady.require_same()
+            counted = remembered(self._steady, folder, "rows", lambda: hash_rows(self.rows()))
+            self.count, self._sha256 = counted
 
     @property
     def counts(self) -> list[int | None]:

@@ -263,10 +263,11 @@ class Series(RowReader):
         """Whether reading begins at any row without reading all rows before it."""
         return all(reader.seeks for reader in self._readers)
 
-    def number(self) -> None:
+    def number(self, folder: Path | None = None, share: float = 0.0) -> None:
         """Makes the counts of all files known."""
-        for reader in self._readers:
-            reader.number()
+        begin = int(share * len(self._readers))
+        for reader in (*self._readers[begin:], *self._readers[:begin]):
+            reader.number(folder, share)
 
     def outline(self) -> list[Any]:
         """Returns facts that differ between inputs."""

@@ -3,6 +3,8 @@
 import io
 import json
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,26 @@ from transferry.runtime.jobs.formats.readers import open_inputs
 from transferry.runtime.jobs.formats.rows import InputRow, RowReader
 
 
+class Memory:
+    """A file in memory, which counts the bytes that are read."""
+
+    def __init__(self, content: bytes) -> None:
+        self.content, self.read = content, 0
+        self.version: tuple[Any, ...] | None = (len(content), 1)
+
+    @contextmanager
+    def opened(self) -> Iterator[io.BufferedReader]:
+        memory = self
+
+        class Raw(io.BytesIO):
+            def readinto(self, buffer: Any) -> int:
+                size = super().readinto(buffer)
+                memory.read += size
+                return size
+
+        yield io.BufferedReader(Raw(self.content), 1)
+
+
 def places(index: LineIndex, content: bytes) -> None:
     """Every known place is the beginning of the line of that number."""
     starts = [0, *(at + 1 for at, byte in enumerate(content) if byte == 10)]
@@ -25,16 +47,27 @@ def places(index: LineIndex, content: bytes) -> None:
         assert starts[number] == offset
 
 
-@pytest.mark.parametrize("block", [1, 7, 16])
-def test_places_are_beginnings_of_lines(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("block", "piece"), [(1, 7), (7, 21), (16, 16)])
+def test_places_are_beginnings_of_lines(
+    tmp_path: Path, block: int, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(line_index, "BLOCK", block)
+    monkeypatch.setattr(line_index, "PIECE", piece)
     draw = random.Random(block)
-    for _ in range(4):
+    for trial in range(4):
         lines = ["x" * draw.randrange(12) for _ in range(draw.randrange(20))]
         content = "\n".join(lines).encode() + b"\n" * draw.randrange(2)
-        index = LineIndex.of(io.BytesIO(content))
+        file, shared = Memory(content), tmp_path / str(trial)
+        index = LineIndex.of(file, shared, draw.random())
         assert index.lines == len(content.splitlines())
         places(index, content)
+        # Others take the pieces that are there.
+        for path in [*shared.glob("*.json")][: draw.randrange(2)]:
+            path.unlink()
+        file.read = 0
+        again = LineIndex.of(file, shared)
+        assert (again.sha256, again.lines) == (index.sha256, index.lines)
+        assert file.read <= piece + 3
 
 
 def rows_of(form: str, draw: random.Random) -> bytes:

@@ -58,6 +58,7 @@ def test_partitions_are_the_rows_of_one_machine(source: Path, count: int, tmp_pa
     out = tmp_path / "out.jsonl"
     summary = merge(parts, out)
     assert out.read_bytes() == whole
+    assert not (tmp_path / ".transferry-lines").exists()
     assert (summary.rows, summary.errors) == (ROWS, {"empty": 1})
     assert summary.first_error == "row 5: there is no text to work on"
     record = json.loads((tmp_path / "out.jsonl.summary.json").read_bytes())
