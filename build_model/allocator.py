@@ -38,7 +38,7 @@ def freed_memory_kept() -> Iterator[None]:
         with _options({MMAP_MAX: 0, TRIM_THRESHOLD: -1}):  # no mapped blocks, no trimming
             yield
     finally:
-        return_memory()
+        _glibc("malloc_trim", 0)
 
 
 def return_memory() -> None:
