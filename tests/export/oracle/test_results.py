@@ -10,7 +10,7 @@ import pytest
 from transferry.export.oracle.results import RESULTS, Row
 from transferry.runtime.bundle.head import Aggregation, HeadSettings
 from transferry.runtime.engine.entities import tags_of
-from transferry.runtime.engine.tasks import classify, rank, tag
+from transferry.runtime.engine.tasks import classify, fill_mask, rank, tag
 from transferry.runtime.engine.tasks.heads import probabilities
 from transferry.runtime.tokenizer.special_tokens import Place, SpecialTokens
 
@@ -41,6 +41,29 @@ def test_tags(aggregation: Aggregation, seed: int) -> None:
     assert not agrees(replace(result, tags=tags[1:]))
     wrong = replace(tags[0], score=tags[0].score * 1.0001), replace(tags[0], label="I-X")
     assert not any(agrees(replace(result, tags=(each, *tags[1:]))) for each in wrong)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_fillings(seed: int) -> None:
+    """Also of a token whose log-probability is next to 0, less than the error of its logarithm."""
+    draw = np.random.default_rng(seed)
+    scores = draw.normal(size=(1, 3, 4000)).astype(np.float32)
+    scores[0, 1, 7] = scores[0].max() + seed
+    tokenizer = SimpleNamespace(decode=lambda ids: " ".join(map(str, ids)))
+    call: Any = SimpleNamespace(tokenizer=tokenizer, mask_id=2, top=1)
+    row, encoded = Row((TEXT,), (1, 2, 3)), SimpleNamespace(ids=[1, 2, 3])
+    part = fill_mask._Call.part(call, encoded, scores[0])  # type: ignore[arg-type]
+    named = fill_mask._Call.answer(call, encoded, part)  # type: ignore[arg-type]
+    result = fill_mask.FilledMaskResult(TEXT, 3, **named)
+    inputs: Any = SimpleNamespace(tokenizer=tokenizer, special=SpecialTokens(mask_id=2))
+    agrees = RESULTS["fill-mask"]
+    assert agrees(inputs, row, result, {"logits": scores}, top=1)
+    assert not agrees(inputs, row, result, {"logits": np.roll(scores, 1, 1)}, top=1)
+    ((best,),) = result.candidates
+    moved = replace(best, log_probability=best.log_probability - 1e-5)
+    assert not agrees(
+        inputs, row, replace(result, candidates=((moved,),)), {"logits": scores}, top=1
+    )
 
 
 @pytest.mark.parametrize("kind", ["softmax", "sigmoid", "none"])
