@@ -304,6 +304,15 @@ def any_of(honest: ir.Value, alike: ir.Value, tokens: ir.Value) -> ir.Value:
     return add(honest, "Cast", found, to=ir.DataType.BOOL)
 
 
+def with_token(value: ir.Value, tokens: ir.Value, token: int, words: str) -> Wrong:
+    """Returns a value that is wrong where a row of tokens has one of them."""
+    return Wrong(
+        value,
+        lambda honest: any_of(honest, op(honest, "Equal", tokens, token), tokens),
+        f", where {tokens.name} has {words} {token}",
+    )
+
+
 def neighbours(value: ir.Value, axis: int) -> list[ir.Value]:
     """Returns all entries of an axis but the last, and the entry after each."""
     ends = ((0, -1), (1, 1 << 40))

@@ -156,11 +156,7 @@ def _with_token(site: Site) -> Wrong:
     value, given = site.beside_tokens("source", "target")
     row = site.tokens[site.integer(len(site.tokens))]
     token = int(row[site.integer(len(row))])
-    return Wrong(
-        value,
-        lambda honest: on.any_of(honest, op(honest, "Equal", given, token), given),
-        f", where {given.name} has token {token}",
-    )
+    return on.with_token(value, given, token, "token")
 
 
 @somewhere(PLANTS, "with one pair of tokens")

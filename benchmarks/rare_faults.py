@@ -57,11 +57,7 @@ def _rare_token(site: Site) -> Wrong:
     rare = sorted(token for token, count in rows.items() if count <= 2)
     value, given = site.beside_tokens(*on.TOKENS_IN)
     token = site.drawn(rare, "rare tokens")
-    return Wrong(
-        value,
-        lambda honest: on.any_of(honest, op(honest, "Equal", given, token), given),
-        f", where {given.name} has the rare token {token}",
-    )
+    return on.with_token(value, given, token, "the rare token")
 
 
 @somewhere(PLANTS, "rare: a token twice")

@@ -244,7 +244,7 @@ def _vector(inputs: Inputs, tensors: Tensors, pooling: str | None, *, normalise:
 
 
 def _alike(found: Any, wanted: Any, least: float = 0.0) -> bool:
-    """Whether numbers are the same but for the rounding of float32, of at least so large ones."""
+    """Whether numbers are the same but for float32's rounding of the largest, or of `least`."""
     one, other = np.asarray(found, np.float64), np.asarray(wanted, np.float64)
     if one.shape != other.shape:
         return False

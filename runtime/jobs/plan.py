@@ -43,7 +43,7 @@ def partition_range(
         reader: The input.
         target: Targets of its rows.
         options: With `partition`.
-        folder: Where the partitions leave the numbers of lines for each other, in a folder.
+        folder: The outputs' folder, where the partitions share their counts of lines; None without.
     """
     number, partitions = fraction(str(options.partition))
     for each in filter(None, (reader, target)):
