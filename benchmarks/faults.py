@@ -41,8 +41,7 @@ from transferry.build_model.checkpoint import Checkpoint, load_checkpoint
 from transferry.export.checks.check import Findings, found_by
 from transferry.export.checks.graphs import fresh_graphs, graphs_claim
 from transferry.export.checks.weights import weights_claim
-from transferry.export.faults.fault import Fault
-from transferry.export.faults.gate import Gate
+from transferry.export.faults.gate import Fault, Gate
 from transferry.export.faults.self_test import BundleTest, faults_of
 from transferry.export.oracle.cases import fitting
 from transferry.export.oracle.effort import ALL

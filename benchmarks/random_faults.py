@@ -18,7 +18,7 @@ import onnx_ir as ir
 import planted_values as on
 from planted_values import Site, Wrong, described, everywhere, op, somewhere
 from random_file_faults import FILE_PLANTS
-from transferry.export.faults.fault import Fault
+from transferry.export.faults.gate import Fault
 from transferry.export.subject.bundle_copy import BundleCopy, add, replace
 
 FACTORS = (1.001, 1.01, 1.1, 0.5, -1.0)

@@ -32,6 +32,7 @@ from transferry.export.faults.foreign_faults import foreign_faults
 from transferry.export.faults.gate import Gate
 from transferry.export.faults.self_test import differs, honest_truths, rounding_of
 from transferry.export.oracle.cases import (
+    RECORDED,
     many_rows,
     random_case,
     random_cases,
@@ -41,10 +42,9 @@ from transferry.export.oracle.cases import (
 )
 from transferry.export.oracle.effort import Effort
 from transferry.export.oracle.oracle import Oracle
-from transferry.export.oracle.searches import RECORDED
 from transferry.export.oracle.served import Answers
-from transferry.export.subject.decoder import ForeignDecoder
 from transferry.export.subject.foreign import ForeignFolder
+from transferry.export.subject.foreign_model import ForeignDecoder
 from transferry.export.subject.layout import COUNTING
 from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.decoding.generation_options import generation_options

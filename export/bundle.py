@@ -3,41 +3,53 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib.metadata
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from transferry.build_model.allocator import large_blocks_returned
+import onnx
+from torch import nn
+
+from transferry.build_model.allocator import large_blocks_returned, return_memory
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.build_model.model.mapped_weights import MappedWeights
 from transferry.build_model.model.transformer import Transformer
+from transferry.build_model.own.model import OwnModel
 from transferry.export.arithmetic import KEPT
+from transferry.export.blame.cross_check import ReferenceBackend, plain_model
 from transferry.export.bundle_folder import require_replaceable
 from transferry.export.checks.claims import default_generation
+from transferry.export.checks.numbers import compare_cases
 from transferry.export.make import add_one_graph, describe, make
-from transferry.export.oracle.cases import fitting, room, source_of
-from transferry.export.oracle.effort import parameters, recorded_length, recorded_sources
+from transferry.export.oracle.cases import cross_check_cases, fitting, room, source_of
+from transferry.export.oracle.effort import Effort, parameters, recorded_length, recorded_sources
 from transferry.export.oracle.oracle import Oracle
-from transferry.export.prove import Proof, Say, end_phase, prove_variant
-from transferry.export.recipes import Recipe, recipe_of
+from transferry.export.recipes import RECIPES, Recipe, recipe_of
 from transferry.export.rewrite.calibration import CALIBRATION, Calibration
 from transferry.export.rewrite.calibration import calibrate as calibrate_model
 from transferry.export.trace.graph import Traces
 from transferry.export.trace.search_graph import require_one_graph
 from transferry.export.trace.store import Places, write_graphs
-from transferry.export.verify import Done
+from transferry.export.verify import Done, Request, verify_against
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.manifest import MANIFEST, Manifest
 from transferry.runtime.bundle.specs import PORTABLE, REFERENCE, Variant
 from transferry.runtime.decoding.generation_options import options_of_json
-from transferry.runtime.errors import LOG
+from transferry.runtime.errors import LOG, ParityError
 from transferry.runtime.io.atomic import atomic_file
 from transferry.runtime.io.folders import replace_folder, staged_folder
 from transferry.runtime.io.sealed_folder import records
+from transferry.runtime.ort.cuda import cuda_obstacle
+from transferry.runtime.ort.open_model import open_model
+from transferry.runtime.ort.session import Provider, SessionOptions
 from transferry.runtime.precision import FLOAT32, Precision
-from transferry.runtime.proof.compare import Tolerance
-from transferry.runtime.proof.recorded import Reference
+from transferry.runtime.proof.compare import Comparison, Tolerance
+from transferry.runtime.proof.one_graph import OneGraph
+from transferry.runtime.proof.recorded import Reference, check_reference
+from transferry.runtime.proof.report import ParityReport
 from transferry.runtime.tables import counted
 
 ANSWER_LENGTH = 64  # most tokens of an answer that an encoder-decoder is calibrated on
@@ -45,6 +57,141 @@ ANSWER_LENGTH = 64  # most tokens of an answer that an encoder-decoder is calibr
 # sixth of the time of an export, and a smaller model is kept in float64, too.
 MAPPED = KEPT // 2
 MADE_BY = ("transferry", "torch", "onnx", "onnxscript", "onnxruntime", "onnxruntime-gpu")
+LARGE = 1 << 28  # parameters: 1 GiB in float32
+MUCH = 1 << 26  # bytes of weights from which on memory is freed between phases
+Say = Callable[[str], None]
+# See `prove_variant`.
+Proof = Callable[[Checkpoint, Bundle, Variant, Sequence[str], Say, Done], None]
+TOO_FEW = "on too few answers to tell it from chance: verify the variant before you deploy it"
+
+
+def end_phase(model: Transformer) -> None:
+    """Frees the memory of a phase of the export, if the model is large."""
+    model.release()
+    if 4 * parameters(model) >= MUCH:
+        return_memory()
+
+
+def prove_variant(
+    checkpoint: Checkpoint,
+    bundle: Bundle,
+    variant: Variant,
+    texts: Sequence[str],
+    say: Say,
+    done: Done,
+) -> None:
+    """Verifies a variant of a bundle whose manifest is unwritten.
+
+    Args:
+        checkpoint: The trained model and its tokenizer.
+        bundle: The bundle.
+        variant: One of its variants.
+        texts: Sentences that a variant of reduced precision is judged by.
+        say: Receives a line about a check that is left out.
+        done: As for `verify_against`.
+
+    Raises:
+        ParityError: The graphs are invalid or differ from torch.
+    """
+    check_graphs(bundle, variant)
+    if "cpu" not in variant.providers and (obstacle := cuda_obstacle()) is not None:
+        say(f"variant {variant.name} is not verified: {obstacle.missing}")
+        return
+    own = isinstance(checkpoint.model, OwnModel)  # whose layers are unknown
+    large = checkpoint if parameters(checkpoint.model) > LARGE and not own else None
+    check_bundle(bundle, variant, large=large).require()
+    if not Precision.of(variant.precision).rounded:
+        return
+    # Few bits are judged by the answers, as `verify` does.
+    model = open_model(bundle, variant, SessionOptions())
+    effort = Effort.at_export(checkpoint.model, model.batches)
+    report = verify_against(
+        checkpoint,
+        bundle,
+        model,
+        Request(effort.texts(checkpoint, texts), effort=effort),
+        done=lambda phase, *steps: done(f"{phase} {variant.name}", *steps),
+    )
+    if not effort.loss:
+        for metric in report.task_metrics:
+            if not metric.passed:
+                say(f"variant {variant.name}: {metric}, {TOO_FEW}")
+        report = replace(report, task_metrics=[])
+    report.require()
+
+
+def check_graphs(bundle: Bundle, variant: Variant) -> None:
+    """Raises ParityError if onnx.checker finds structure, types or shapes of a graph invalid."""
+    for graph in variant.graphs.values():
+        try:
+            onnx.checker.check_model(str(bundle.graph(graph)), full_check=True)
+        except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+            raise ParityError(f"{graph.file} is not a valid ONNX graph: {error}") from error
+
+
+def check_bundle(
+    bundle: Bundle, variant: Variant | None = None, large: Checkpoint | None = None
+) -> ParityReport:
+    """Compares a variant with the recorded answers, the portable one in onnx's evaluator too.
+
+    Args:
+        bundle: The bundle; its manifest may still be unwritten.
+        variant: The variant. Default: the portable one.
+        large: Checkpoint of a large model; the evaluator then computes one layer.
+    """
+    variant = variant or bundle.variant()
+    tolerance = Tolerance.of(variant.precision)
+    provider: Provider = "cpu" if "cpu" in variant.providers else "cuda"
+    reference, special = Reference.of(bundle, variant), bundle.tokenizer.special
+    model = open_model(bundle, variant, SessionOptions(provider))
+    given, one = (special, tolerance), OneGraph.of(bundle, variant, model.options)
+    comparisons, decisions = check_reference(reference, model, *given, exact=variant.exact, one=one)
+    del model  # as large as the weights
+    portable = not RECIPES[variant.name].fused
+    if portable and large is not None:
+        end_phase(large.model)
+        comparisons += check_one_layer(large)
+    elif portable:
+        numbers_only = Reference(reference.cases, (), ())
+        second = plain_model(variant, ReferenceBackend(bundle, variant))
+        comparisons += check_reference(numbers_only, second, *given)[0]
+    settings = {"variant": variant.name, "provider": provider}
+    return ParityReport(str(bundle.folder), settings, tolerance, comparisons, decisions)
+
+
+def one_layer(model: Transformer) -> Transformer:
+    """Returns a model with the first layer of each stack, which shares all weights with it."""
+    config = model.config
+    shallow = copy.copy(model)
+    shallow._modules = dict(model._modules)
+    for name in ("encoder", "decoder"):
+        if (layers := getattr(model, name)) is not None:
+            setattr(shallow, name, nn.ModuleList(list(layers)[:1]))
+    shallow.config = replace(
+        config,
+        encoder_layers=min(1, config.encoder_layers),
+        decoder_layers=min(1, config.decoder_layers),
+        windows=config.windows[:1],  # of one stack
+        unrotated=tuple(layer for layer in config.unrotated if layer == 0),
+    )
+    return shallow
+
+
+def check_one_layer(checkpoint: Checkpoint) -> list[Comparison]:
+    """Compares onnx's evaluator with torch on the portable graphs of one layer."""
+    model = one_layer(checkpoint.model)
+    oracle = Oracle.of(model, checkpoint.tokenizer.special, Tolerance())
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        recipe, config = RECIPES[PORTABLE], model.config
+        graphs = make(model, recipe)
+        write_graphs([(graph.model, folder / graph.spec.file) for graph in graphs.values()])
+        variants = {PORTABLE: (variant := describe(recipe, graphs))}
+        files = records(folder)
+        manifest = Manifest(config.architecture, config.to_dict(), {}, variants, files, {})
+        bundle = Bundle(folder, manifest, checkpoint.tokenizer)
+        evaluator = plain_model(variant, ReferenceBackend(bundle, variant))
+        return compare_cases(oracle, evaluator, cross_check_cases(config))
 
 
 @dataclass(frozen=True)

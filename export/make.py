@@ -7,18 +7,21 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from unittest.mock import patch
 
+import onnx_ir as ir
 import torch.fx
 
 from transferry.build_model.model.config import ModelConfig
 from transferry.build_model.model.transformer import Transformer
 from transferry.export.recipes import Recipe
 from transferry.export.rewrite.calibration import Calibration
+from transferry.export.rewrite.linear_int8 import quantised_weight
 from transferry.export.rewrite.lm_head import screen_tensors
+from transferry.export.rewrite.rounded_weights import matrices
 from transferry.export.trace.beam_graph import BeamGraph
+from transferry.export.trace.editing import alike
 from transferry.export.trace.graph import CELL, Graph, Traces
-from transferry.export.trace.greedy_graph import GreedyGraph
 from transferry.export.trace.portable import export_graphs
-from transferry.export.trace.search_graph import require_one_graph
+from transferry.export.trace.search_graph import GreedyGraph, require_one_graph
 from transferry.runtime.bundle.specs import ONE_GRAPH, CacheSpec, Variant
 from transferry.runtime.tokenizer.special_tokens import SpecialTokens
 
@@ -96,3 +99,29 @@ def describe(recipe: Recipe, graphs: Mapping[str, Graph]) -> Variant:
         screen=screen_tensors(graphs),
         reference=recipe.reference,
     )
+
+
+def in_int8(
+    model: Transformer, recipe: Recipe, traces: Traces, calibration: Calibration | None
+) -> dict[str, Graph]:
+    """Makes the portable variant with weights in int8; see `make.Maker`."""
+    graphs = export_graphs(model, traces=traces)
+    for graph in graphs.values():
+        store_in_int8(graph.model.graph, model)
+    return graphs
+
+
+def store_in_int8(graph: ir.Graph, model: Transformer) -> None:
+    """Replaces the matrices of a portable graph by integers with a scale for each output."""
+    for name, _ in matrices(model):
+        if (weight := graph.initializers.get(f"model.{name}")) is None:
+            continue
+        integers, scales = quantised_weight(graph, weight, pairs=False)
+        model.release()
+        computed = f"{weight.name}.float"
+        node = ir.node("DequantizeLinear", [integers, scales], {"axis": 0}, name=computed)
+        matrix = alike(node.outputs[0], weight)
+        matrix.name = computed
+        weight.replace_all_uses_with(matrix)
+        del graph.initializers[f"model.{name}"]
+        graph.insert_before(graph[0], node)

@@ -5,23 +5,18 @@ Each imports what it needs when it runs, so that --help is instant.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from transferry.export.report.proof_options import (
-    PAGE,
-    page_file,
-    report_options,
-    require_passed,
-    show_report,
-)
 from transferry.runtime.console.fields import fields_as_options, given, together
-from transferry.runtime.console.group import command
-from transferry.runtime.console.progress import progress, say
+from transferry.runtime.console.group import FilePath, command
+from transferry.runtime.console.progress import progress, say, show, show_verdict
 from transferry.runtime.console.shared_options import (
     BUNDLE_DEFAULTS,
     FILE,
@@ -38,15 +33,86 @@ from transferry.runtime.console.shared_options import (
 )
 from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.engine.tasks.generate import token_or_text
-from transferry.runtime.errors import ParityError, UsageError
+from transferry.runtime.errors import InputError, ParityError, UsageError
 from transferry.runtime.io.atomic import require_writable
+from transferry.runtime.io.outputs import foreign_junit, foreign_page
 from transferry.runtime.precision import PRECISIONS
 
+if TYPE_CHECKING:
+    from transferry.runtime.proof.report import ParityReport
+
+PAGE = FilePath("", foreign=foreign_page)
+JUNIT = FilePath("", foreign=foreign_junit)
+REPORT = "Report"
 CERTIFICATE, COMPARISON = "Certificate", "Comparison"
-
-
 # A search that is verified; stop strings choose no token, and its texts are lines.
 VERIFIED = (*TOKENS, "stop", "split_lines")
+
+
+def writable(context: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
+    """Refuses an output file in a missing folder with InputError, before any work is done."""
+    if path is not None:
+        if not path.absolute().parent.is_dir():
+            raise InputError(f"{path}: cannot be written: there is no such folder; name another")
+        require_writable(path)
+    return path
+
+
+def page_file(context: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
+    """Refuses a page that cannot be made or written before any work is done.
+
+    Raises ModuleNotFoundError where a package that pages need is not installed.
+    """
+    if path is not None:
+        import_module("transferry.export.report.page")
+    return writable(context, parameter, path)
+
+
+# The pages of a verification.
+report_options = together(
+    option(
+        *("--report", "page"),
+        panel=REPORT,
+        type=PAGE,
+        callback=page_file,
+        help="Write the report as an HTML file.",
+    ),
+    option(
+        "--junit",
+        panel=REPORT,
+        type=JUNIT,
+        callback=writable,
+        help="Write the report as JUnit XML.",
+    ),
+    option(
+        *("--json", "as_json"),
+        panel=REPORT,
+        is_flag=True,
+        help="Print the whole report as JSON on stdout.",
+    ),
+    option("--verbose", is_flag=True, help="Print the time of each check on stderr."),
+)
+
+
+def show_report(report: ParityReport, *, as_json: bool, verbose: bool) -> None:
+    """Prints a report, as text or as JSON; with `verbose` the time of each check too."""
+    from transferry.runtime.proof.views import report_text, times_text
+
+    if verbose and report.times:
+        say(times_text(report))
+    if as_json:
+        show(json.dumps(report.to_dict(), indent=1))
+    else:
+        show_verdict(report_text(report))
+
+
+def require_passed(report: ParityReport, *, as_json: bool) -> None:
+    """Raises ParityError for a report that failed; its text has already shown the faults."""
+    if not report.passed and not as_json:
+        raise ParityError(f"{report.bundle} {report.verdict}")
+    report.require()
+
+
 search_options = together(
     option(
         "--suppress",
@@ -326,11 +392,10 @@ def audit(graphs: Path, reference: str, **options: Any) -> None:
     if options["atol"] is not None and not options["plant"]:
         raise UsageError("--atol has no effect without --plant")
     from transferry.export.audit import audit as audited
-    from transferry.export.audit_function import audit_function
+    from transferry.export.audit_function import FunctionGraph, audit_function, called
     from transferry.export.report.write import write_report
     from transferry.export.subject.beside import beside_graphs
     from transferry.export.subject.foreign import ForeignFolder
-    from transferry.export.subject.function import FunctionGraph, called
     from transferry.export.subject.layout import read_layout, read_whole
     from transferry.export.subject.reference import load_reference, named_function
     from transferry.runtime.io.lines import some_lines

@@ -52,7 +52,7 @@ class Recipe:
 
 
 _CPU, _CUDA = ("cpu",), ("cuda",)
-_FLOATS, _IN_INT8 = "rewrite.fused:floats", "rewrite.weight_only:in_int8"
+_FLOATS, _IN_INT8 = "rewrite.fused:floats", "make:in_int8"
 _BLOCKS = "rewrite.linear_blocks:in_blocks"
 _ALL = (
     Recipe(PORTABLE, FLOAT32, ("cpu", "cuda"), "portable/", "make:portable", fused=False),

@@ -38,7 +38,7 @@ SHARED = (
 COMMAND_LINE = (
     *("cli", "build_model.commands", "export.export_command", "export.proof_commands"),
     "export.distillation.distil_command",
-    *("export.report.proof_options", "runtime.console"),
+    "runtime.console",
 )
 # Imports of each part of the project from the others.
 PROJECT_IMPORTS: dict[str, tuple[str, ...]] = {
@@ -48,7 +48,6 @@ PROJECT_IMPORTS: dict[str, tuple[str, ...]] = {
     "export.export_command": ("build_model", "runtime"),
     "export.proof_commands": ("build_model", "runtime"),
     "export.distillation.distil_command": ("build_model", "runtime"),
-    "export.report.proof_options": ("build_model", "runtime"),
     "build_model": SHARED,
     "build_model.commands": (*SHARED, "runtime.console"),
     "runtime": (),
@@ -68,7 +67,7 @@ ROOMS = {
     "export": (
         *("recipes", "trace", "arithmetic", "torch_model", "rewrite", "make", "oracle"),
         *("subject", "checks", "blame", "faults", "report", "verify", "audit", "audit_function"),
-        *("prove", "bundle_folder", "bundle", "distillation", "export_command", "proof_commands"),
+        *("bundle_folder", "bundle", "distillation", "export_command", "proof_commands"),
     ),
 }
 STANDARD_LIBRARY = frozenset(sys.stdlib_module_names)
@@ -424,9 +423,8 @@ def run_python(script: str) -> str:
 # that compare runtimes.
 KNOW_RUNTIMES = {
     *("runtime/ort/session.py", "runtime/ort/graph_runner.py", "runtime/ort/openvino_runner.py"),
-    *("runtime/doctor.py", "runtime/console/shared_options.py", "export/blame/backends.py"),
-    "export/trace/greedy_graph.py",  # the reason for an operator
-    "export/trace/search_graph.py",
+    *("runtime/doctor.py", "runtime/console/shared_options.py", "export/blame/cross_check.py"),
+    "export/trace/search_graph.py",  # the reason for an operator
     "build_model/importing/formats/foreign.py",  # names a folder that it refuses
 }
 

@@ -17,11 +17,10 @@ import numpy as np
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.build_model.checkpoint_folder import CONFIG
 from transferry.build_model.model.config import ModelConfig
-from transferry.export.oracle.cases import recorded_cases
+from transferry.export.oracle.cases import RECORDED as RECORDED_SEARCHES
+from transferry.export.oracle.cases import recorded_cases, search_settings
 from transferry.export.oracle.effort import recorded_count, recorded_length
 from transferry.export.oracle.oracle import Oracle
-from transferry.export.oracle.searches import RECORDED as RECORDED_SEARCHES
-from transferry.export.oracle.searches import search_settings
 from transferry.export.recipes import RECIPES
 from transferry.export.rewrite.calibration import CALIBRATION
 from transferry.export.rewrite.kv_scales import has_int8_cache

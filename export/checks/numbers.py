@@ -15,8 +15,7 @@ from transferry.export.checks.check import INDEPENDENCE, Check, Findings, failed
 from transferry.export.oracle.cases import MOST_LOGITS, NEW_TOKENS, random_case
 from transferry.export.oracle.followed import followed
 from transferry.export.oracle.oracle import Oracle
-from transferry.export.subject.decoder import Padding
-from transferry.export.subject.session import ForeignGraph
+from transferry.export.subject.foreign_model import ForeignGraph, Padding
 from transferry.export.subject.subject import Observable, OpenedModel, Subject
 from transferry.runtime.decoding.decoder import ObservableDecoder, Tensors
 from transferry.runtime.errors import InputError

@@ -11,7 +11,14 @@ import numpy as np
 
 from transferry.build_model.model.config import ModelConfig
 from transferry.export.checks.check import Check, Findings, Pairs
-from transferry.export.oracle.cases import random_sources
+from transferry.export.oracle.cases import (
+    GIVEN,
+    RECORDED,
+    SEARCHES,
+    WHOLE,
+    random_sources,
+    search_settings,
+)
 from transferry.export.oracle.oracle import Oracle
 from transferry.export.oracle.plain_answers import (
     PLAINLY,
@@ -19,7 +26,6 @@ from transferry.export.oracle.plain_answers import (
     PlainAnswers,
     plain_length,
 )
-from transferry.export.oracle.searches import GIVEN, RECORDED, SEARCHES, WHOLE, search_settings
 from transferry.export.oracle.served import Answers, serve
 from transferry.export.subject.bundle import BundleSubject
 from transferry.export.subject.subject import Subject

@@ -30,8 +30,7 @@ from transferry.export.checks.foreign_weights import (
 )
 from transferry.export.subject.bundle_copy import add, constant
 from transferry.export.subject.bundle_copy import replace as rewired
-from transferry.export.subject.foreign import GraphsSubject
-from transferry.export.subject.graph_copy import save_graph
+from transferry.export.subject.foreign import GraphsSubject, save_graph
 from transferry.export.subject.layout import BITS, EIGHT_BITS, FOUR_BITS, PACKED, Layout
 from transferry.runtime.errors import InputError
 from transferry.runtime.io.folders import temporary_folder

@@ -22,8 +22,7 @@ from transferry.export.oracle.rounding import ATTENTIONS
 from transferry.export.recipes import RECIPES
 from transferry.export.rewrite.calibration import KINDS, Calibration
 from transferry.export.rewrite.kv_scales import fold_kv_scales
-from transferry.export.rewrite.weight_blocks import bits_of, blocks
-from transferry.export.rewrite.weight_int8 import quantised
+from transferry.export.rewrite.rounded_weights import bits_of, blocks, quantised
 from transferry.export.trace.canonical import COMPUTED
 from transferry.export.trace.store import SMALLEST
 from transferry.runtime.bundle.bundle import Bundle

@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from transferry.export.faults.fault import Fault, Plant
+from transferry.export.faults.gate import Fault, Plant
 from transferry.export.subject.bundle_copy import (
     add,
     backwards,
@@ -21,7 +21,7 @@ from transferry.export.subject.bundle_copy import (
     rows_from,
     scaled_rows,
 )
-from transferry.export.subject.graph_copy import GraphCopy
+from transferry.export.subject.foreign import GraphCopy
 from transferry.export.subject.layout import BITS, PRODUCTS
 
 Change = Callable[[NDArray[Any]], NDArray[Any]]

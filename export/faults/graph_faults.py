@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import onnx_ir as ir
 
-from transferry.export.faults.fault import Faults, decodes, given, last, tables
+from transferry.export.faults.gate import Faults, decodes, given, last, tables
 from transferry.export.subject.bundle_copy import (
     BundleCopy,
     add,

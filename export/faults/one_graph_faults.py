@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 import onnx_ir as ir
 
-from transferry.export.faults.fault import Fault, Faults, given
+from transferry.export.faults.gate import Fault, Faults, given
 from transferry.export.faults.variant_faults import variant_faults
 from transferry.export.subject.bundle_copy import (
     BundleCopy,

@@ -30,11 +30,11 @@ from transferry.export.checks.tasks import ServedTasks
 from transferry.export.checks.texts import feeding, given_answers
 from transferry.export.checks.weights import weights_claim
 from transferry.export.faults import graph_faults, weight_faults
-from transferry.export.faults.fault import Fault, rare_tokens
-from transferry.export.faults.gate import Gate
+from transferry.export.faults.gate import Fault, Gate, rare_tokens
 from transferry.export.faults.one_graph_faults import one_graph_faults
 from transferry.export.faults.variant_faults import variant_faults
 from transferry.export.oracle.cases import (
+    BRIEF,
     largest_batches,
     lengths,
     random_case,
@@ -45,7 +45,6 @@ from transferry.export.oracle.cases import (
 )
 from transferry.export.oracle.oracle import Oracle
 from transferry.export.oracle.plain_answers import PLAINLY, PlainAnswers
-from transferry.export.oracle.searches import BRIEF
 from transferry.export.subject.bundle import BundleSubject
 from transferry.export.subject.bundle_copy import BundleCopy
 from transferry.export.subject.subject import Observable

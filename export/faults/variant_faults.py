@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from transferry.export.faults.fault import Fault, decodes
+from transferry.export.faults.gate import Fault, decodes
 from transferry.export.subject.bundle_copy import (
     BundleCopy,
     add,

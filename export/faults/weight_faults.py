@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from transferry.build_model.model.transformer import Transformer
-from transferry.export.faults.fault import Faults, first, given, last, rare_tokens, stack, tables
+from transferry.export.faults.gate import Faults, first, given, last, rare_tokens, stack, tables
 from transferry.export.subject.bundle_copy import BundleCopy, Change
 from transferry.runtime.bundle.manifest import MANIFEST
 from transferry.runtime.proof.compare import Truth

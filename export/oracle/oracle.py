@@ -12,9 +12,8 @@ import numpy as np
 
 from transferry.build_model.model.config import ModelConfig
 from transferry.build_model.model.transformer import Transformer
-from transferry.export.oracle.cases import MOST_LOGITS, recorded_cases
+from transferry.export.oracle.cases import MOST_LOGITS, RECORDED, recorded_cases, search_settings
 from transferry.export.oracle.rounding import integer_sides
-from transferry.export.oracle.searches import RECORDED, search_settings
 from transferry.export.rewrite.calibration import Calibration
 from transferry.export.torch_model import TorchDecoder, moved_heads
 from transferry.runtime.decoding.batching import length_batches

@@ -32,8 +32,7 @@ from transferry.export.arithmetic import (
 )
 from transferry.export.rewrite.calibration import Activation, Calibration
 from transferry.export.rewrite.kv_scales import LARGEST, KVScales, fold_kv_scales
-from transferry.export.rewrite.weight_blocks import BLOCK, block_weights, matrices
-from transferry.export.rewrite.weight_int8 import quantised
+from transferry.export.rewrite.rounded_weights import BLOCK, block_weights, matrices, quantised
 from transferry.export.torch_model import Floats, TorchDecoder, TorchState
 from transferry.runtime.precision import Precision
 

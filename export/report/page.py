@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,8 @@ import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from transferry.export.report import figures, heat_map
-from transferry.export.report.answers import side_by_side
-from transferry.export.report.heat_map import LAYER
+from transferry.export.report import figures
+from transferry.export.report.figures import LAYER
 from transferry.runtime.engine.tasks.fill_mask import FillMask
 from transferry.runtime.errors import InputError
 from transferry.runtime.proof.certificates.strength import is_checkpoint
@@ -26,6 +25,8 @@ from transferry.runtime.tables import counted
 WORST = 20
 MOST_FAILED = 100
 _CACHES = {"cross": "cross-attention", "past": "self-attention"}
+BEFORE, AFTER = 200, 160  # characters shown around a difference
+NOTHING = "(nothing)"
 
 
 @dataclass(frozen=True)
@@ -291,7 +292,7 @@ def _detection(faults: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
 
 def _heat_map(record: Mapping[str, Any]) -> Figure | str:
     factor = record["tolerance"]["factor"]
-    rows, columns, worst = heat_map.cells(record["comparisons"], factor)
+    rows, columns, worst = figures.heat_cells(record["comparisons"], factor)
     if not rows:
         return "Error by layer and step: no cache was compared; an encoder-only model has none."
     (row, column), largest = max(worst.items(), key=lambda item: item[1])
@@ -299,11 +300,11 @@ def _heat_map(record: Mapping[str, Any]) -> Figure | str:
     text = (
         "Worst error of the keys and values of each layer’s cache and of the logits, in units of "
         f"torch’s own; {factor:g} passes. The largest is {_ratio(largest)}: {row}, "
-        f"{heat_map.place_name(column)}."
+        f"{figures.place_name(column)}."
     )
     if beyond:
         text += f" {counted(beyond, 'cell')} of {len(worst)} beyond the limit."
-    svg = heat_map.draw("heat-map", rows, columns, worst, factor)
+    svg = figures.draw_heat_map("heat-map", rows, columns, worst, factor)
     return Figure("heat-map", "Error by layer and step", svg, text)
 
 
@@ -405,3 +406,76 @@ def _absent(record: Mapping[str, Any]) -> list[str]:
         if claim.get("skipped")
     ]
     return [*skipped, *(reason for name, reason in reasons.items() if not record.get(name))]
+
+
+@dataclass(frozen=True)
+class Side:
+    """One answer: the text before the first word that differs, that word, and the rest."""
+
+    before: str
+    word: str
+    after: str
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The answers to one row.
+
+    Attributes:
+        title: The row and its searches.
+        source: Text of the source.
+        expected: torch's answer.
+        found: The bundle's answer.
+        message: How the two came to differ.
+    """
+
+    title: str
+    source: str
+    expected: Side
+    found: Side
+    message: str
+
+
+def side_by_side(differences: Iterable[Mapping[str, Any]]) -> list[Answers]:
+    """Returns the answers of differences that have texts; searches with the same answers share one.
+
+    Args:
+        differences: Records of `Difference`, each with its "search".
+    """
+    groups: dict[tuple[int, str, str, str], list[Mapping[str, Any]]] = {}
+    for item in differences:
+        texts = item["source"], item["expected"], item["found"]
+        if any(texts):
+            groups.setdefault((item["row"], *texts), []).append(item)
+    return [
+        Answers(
+            f"row {row}, {' and '.join(item['search'] for item in items)}",
+            _cut(source, len(source)),
+            *_sides(expected, found),
+            items[0]["message"],
+        )
+        for (row, source, expected, found), items in groups.items()
+    ]
+
+
+def _sides(expected: str, found: str) -> tuple[Side, Side]:
+    pairs = enumerate(zip(expected, found, strict=False))
+    shared = next((i for i, (a, b) in pairs if a != b), min(len(expected), len(found)))
+    start = max(expected.rfind(mark, 0, shared) for mark in (" ", "\n")) + 1
+    if not any(text[shared : shared + 1].strip() for text in (expected, found)):
+        start = shared  # the word before is whole on both sides
+    return _side(expected, start), _side(found, start)
+
+
+def _side(text: str, start: int) -> Side:
+    word = "".join(text[start:].split(maxsplit=1)[:1])
+    place = text.find(word, start)
+    before, after = text[:place], text[place + len(word) :]
+    if len(before) > BEFORE:
+        before = f"… {before[-BEFORE:]}"
+    return Side(before, word or NOTHING, _cut(after, AFTER))
+
+
+def _cut(text: str, most: int) -> str:
+    most = min(most, BEFORE + AFTER)
+    return text if len(text) <= most else f"{text[:most]} …"

@@ -18,7 +18,7 @@ from transferry.export.rewrite.calibration import Calibration
 from transferry.export.rewrite.fused import fused_graphs
 from transferry.export.rewrite.fusion import Linear
 from transferry.export.rewrite.linear_int8 import parameter
-from transferry.export.rewrite.weight_blocks import BLOCK, WIDE, bits_of, blocks
+from transferry.export.rewrite.rounded_weights import BLOCK, WIDE, bits_of, blocks
 from transferry.export.trace.editing import (
     CONTRIB,
     array_of,

@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from transferry.export.rewrite.calibration import Activation
 from transferry.export.rewrite.fusion import Linear, find_linear
-from transferry.export.rewrite.weight_int8 import quantised
+from transferry.export.rewrite.rounded_weights import quantised
 from transferry.export.trace.editing import (
     CONTRIB,
     array_of,

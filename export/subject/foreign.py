@@ -2,32 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import torch
 from numpy.typing import NDArray
 
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.export.oracle.cases import random_case
 from transferry.export.subject.beside import Beside
-from transferry.export.subject.decoder import ForeignDecoder, Padding
-from transferry.export.subject.encoder import ForeignEncoder
-from transferry.export.subject.graph_copy import GraphCopy
-from transferry.export.subject.layout import Layout
-from transferry.export.subject.subject import CopiedSubject
+from transferry.export.subject.foreign_model import ForeignDecoder, ForeignEncoder, Padding
+from transferry.export.subject.layout import GraphFile, Layout
+from transferry.export.subject.subject import CopiedSubject, FolderCopy
 from transferry.runtime.errors import InputError
 from transferry.runtime.ort.graph_runner import RUNTIMES
 from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.proof.compare import observe
 from transferry.runtime.proof.report import Claim
 
+PLANTED = "planted.bin"  # the weights of a large graph that was edited
+LARGE = 1 << 30  # bytes of weights from which on they lie beside the graph
 # Rows and columns of the unpadded input that exporters try a tolerance on (optimum's
 # `validate_model_outputs` has its defaults).
 TRIED = (2, 16)
+
+
+class GraphCopy(FolderCopy):
+    """A copy of graphs, their weights and the files beside them, with one graph edited.
+
+    Attributes:
+        layout: The copied graphs.
+        graph: The graph that is edited; `edit` chooses it.
+        model: The same, loaded.
+    """
+
+    def __init__(self, layout: Layout, folder: Path, beside: Iterable[str] = ()) -> None:
+        """Copies the files that the graphs name, and those named in `beside`; see `FolderCopy`."""
+        super().__init__(layout.decoder.path.parent, folder, {*layout.files(), *beside})
+        self.layout = layout.moved(folder)
+        self.edit(self.layout.decoder)
+
+    def edit(self, graph: GraphFile) -> None:
+        """Chooses the graph to edit."""
+        self.graph, self.model = graph, ir.load(graph.path)
+
+    def seal(self) -> None:
+        """Writes the graph; weights that lay in a file beside it go to another file."""
+        ir.external_data.load_to_model(self.model)
+        self.touched |= {self.graph.path.name, PLANTED}
+        save_graph(self.model, self.graph.path, PLANTED)
+
+
+def save_graph(model: ir.Model, path: Path, file: str) -> None:
+    """Writes an edited graph, its weights into a file beside it if they are large."""
+    model.graph.sort()
+    values = model.graph.initializers.values()
+    size = sum(value.const_value.nbytes for value in values if value.const_value is not None)
+    ir.save(model, path, external_data=file if size > LARGE else None)
 
 
 class GraphsSubject(CopiedSubject[Any]):

@@ -13,10 +13,9 @@ from typing import Any, ClassVar
 import numpy as np
 import onnx_ir as ir
 
-from transferry.export.trace.editing import cast
+from transferry.export.trace.editing import END, cast
 from transferry.export.trace.graph import Graph
 from transferry.export.trace.search_graph import SearchGraph
-from transferry.export.trace.tape import END
 
 
 class BeamGraph(SearchGraph):

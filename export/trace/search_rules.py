@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from transferry.export.trace.tape import END, Tape
+from transferry.export.trace.editing import END, Tape
 from transferry.runtime.decoding.generation_options import GenerationOptions
 
 NOTHING = np.float32(-np.inf)

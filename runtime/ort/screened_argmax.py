@@ -76,7 +76,7 @@ class ScreenedArgmax:
             weight: Weights of the LM head `[vocabulary, d_model]`; read in place, not copied.
             quantised: Int8 weights of the approximate product `[vocabulary, d_model]`, perhaps a
                 transposed view. On CPUs without VNNI, sums of neighbours must not saturate: see
-                export/rewrite/weight_int8.py.
+                export/rewrite/rounded_weights.py.
             scales: ŵ_j is `scales[j] * quantised[j]` `[vocabulary]`.
             bias: Bias of the LM head, which the approximate logits include `[vocabulary]`.
 

@@ -21,9 +21,8 @@ from transferry.build_model.checkpoint import load_checkpoint, load_samples
 from transferry.export.audit import Audit, audit, tolerance_of
 from transferry.export.faults.foreign_faults import FAULTS
 from transferry.export.faults.gate import Gate
-from transferry.export.subject.decoder import Padding
-from transferry.export.subject.foreign import ForeignFolder, default_paddings
-from transferry.export.subject.graph_copy import GraphCopy
+from transferry.export.subject.foreign import ForeignFolder, GraphCopy, default_paddings
+from transferry.export.subject.foreign_model import Padding
 from transferry.export.subject.layout import COUNTING, read_layout, read_whole
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.ort.session import SessionOptions

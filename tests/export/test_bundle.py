@@ -17,9 +17,8 @@ import pytest
 from tests.export.conftest import exported
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.export import bundle as export
-from transferry.export.bundle import Contents
+from transferry.export.bundle import Contents, check_bundle, check_graphs
 from transferry.export.make import make
-from transferry.export.prove import check_bundle, check_graphs
 from transferry.export.trace.graph import Graph
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.manifest import MANIFEST

@@ -16,8 +16,7 @@ from tests.export.conftest import opened
 from tests.traced import unverified
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.build_model.train.corpus import builtin_pairs
-from transferry.export.blame.backends import ReferenceBackend
-from transferry.export.blame.plain_decoder import PlainDecoder
+from transferry.export.blame.cross_check import PlainDecoder, ReferenceBackend
 from transferry.export.blame.traced_program import relative_error
 from transferry.export.bundle import Contents
 from transferry.export.torch_model import TorchDecoder

@@ -22,14 +22,14 @@ import ctypes, dataclasses, gc, json, re, sys
 from pathlib import Path
 from transferry.build_model.checkpoint import load_checkpoint
 from transferry.build_model.model.transformer import Transformer
-from transferry.export import arithmetic, bundle, prove, torch_model
+from transferry.export import arithmetic, bundle, torch_model
 
 def memory(name):
     found = re.search(rf"{name}:\\s*(\\d+) kB", Path("/proc/self/status").read_text())
     return int(found[1]) * 1024
 
 arithmetic.KEPT = bundle.MAPPED = 0
-prove.LARGE, prove.check_one_layer = 0, lambda checkpoint: []
+bundle.LARGE, bundle.check_one_layer = 0, lambda checkpoint: []
 run, out = map(Path, sys.argv[1:])
 small = load_checkpoint(run)
 config = dataclasses.replace(small.model.config, d_model=1024, d_ff=8192)

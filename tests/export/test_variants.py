@@ -13,12 +13,11 @@ from transferry.build_model.checkpoint import Checkpoint, load_checkpoint, load_
 from transferry.build_model.model.config import ModelConfig
 from transferry.build_model.model.transformer import Transformer
 from transferry.export import bundle as exporting
-from transferry.export.bundle import Contents
+from transferry.export.bundle import Contents, check_graphs
 from transferry.export.checks.numbers import compare_cases
 from transferry.export.oracle import effort
 from transferry.export.oracle.cases import random_case
 from transferry.export.oracle.oracle import Oracle
-from transferry.export.prove import check_graphs
 from transferry.export.recipes import RECIPES, recipe_of
 from transferry.export.trace.store import ALIGNMENT, WEIGHTS, write_graphs
 from transferry.runtime.bundle.bundle import Bundle

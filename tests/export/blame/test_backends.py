@@ -16,16 +16,15 @@ from tests.export.test_family import config_of
 from tests.optional import PACKAGES
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.build_model.model.transformer import Transformer
-from transferry.export.blame.backends import (
+from transferry.export.blame.cross_check import (
     BACKENDS,
     Backend,
     NodeBackend,
     OpenVinoBackend,
     ReferenceBackend,
 )
-from transferry.export.blame.one_layer import check_one_layer, one_layer
+from transferry.export.bundle import check_bundle, check_one_layer, one_layer
 from transferry.export.oracle.cases import random_case
-from transferry.export.prove import check_bundle
 from transferry.export.torch_model import TorchDecoder
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.specs import Variant

@@ -14,14 +14,16 @@ from tests.export.conftest import opened
 from tests.sealed import records
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.export.blame import cross_check as module
-from transferry.export.blame.backends import (
+from transferry.export.blame.cross_check import (
     BACKENDS,
+    SERVED,
+    UNOPTIMISED,
     Arrays,
     Backend,
     NodeBackend,
     ReferenceBackend,
+    cross_checks,
 )
-from transferry.export.blame.cross_check import SERVED, UNOPTIMISED, cross_checks
 from transferry.export.checks.check import prove
 from transferry.export.oracle.cases import cross_check_cases
 from transferry.export.oracle.oracle import Oracle

@@ -23,7 +23,6 @@ from transferry.build_model.model import attention, layers, transformer
 from transferry.build_model.model.attention import KeyValues, MultiHeadAttention, Rotation
 from transferry.build_model.model.transformer import Transformer
 from transferry.export.blame import localise
-from transferry.export.blame import served_graph as served
 from transferry.export.blame import traced_program as program
 from transferry.export.blame.traced_program import value_error
 from transferry.export.oracle.cases import random_case
@@ -154,7 +153,7 @@ def added_outputs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         assert counts[-1] <= 8
         return session
 
-    monkeypatch.setattr(served, "open_session", watched)
+    monkeypatch.setattr(localise, "open_session", watched)
     return counts
 
 
@@ -246,7 +245,7 @@ def test_a_fault_of_a_fusion_is_told_as_one(
     checkpoint: Checkpoint, bundle: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The optimiser's fused norm has another epsilon; shown its input, it cannot fuse."""
-    watched: Any = vars(served)["open_session"]
+    watched: Any = vars(localise)["open_session"]
     weight = "model.decoder.0.cross_residual.norm.weight"
 
     def norm_of(model: onnx.ModelProto) -> onnx.NodeProto:
@@ -263,7 +262,7 @@ def test_a_fault_of_a_fusion_is_told_as_one(
             epsilon.f = 1e-2
         return watched(path, options, model.SerializeToString())
 
-    monkeypatch.setattr(served, "open_session", optimised)
+    monkeypatch.setattr(localise, "open_session", optimised)
     origin = found(checkpoint.model, bundle)
     path = bundle.graph(bundle.variant().graphs["decoder"])
     norm = norm_of(onnx.load(str(path), load_external_data=False))
@@ -350,10 +349,10 @@ def test_values_that_another_operator_renamed_keep_their_modules(
     model, fresh = checkpoint.model, trace_once(checkpoint.model, "decoder")
     assert fresh.program is not None
     traced = program.TracedProgram(fresh.program, model, model)
-    names = served.align(served.ServedGraph(path, spec, SessionOptions()), fresh, traced)
+    names = localise.align(localise.ServedGraph(path, spec, SessionOptions()), fresh, traced)
     assert [names[each] for each in (first, second, third)] == ["div", "div_2", "div_3"]
-    honest = served.ServedGraph(bundle.graph(spec), spec, SessionOptions())
-    same = served.align(honest, fresh, traced)
+    honest = localise.ServedGraph(bundle.graph(spec), spec, SessionOptions())
+    same = localise.align(honest, fresh, traced)
     assert same.items() - fresh.names.items() == {
         (item.name, same[item.name]) for item in spec.outputs
     }

@@ -12,7 +12,7 @@ import torch
 from onnx import helper, numpy_helper
 
 from transferry.export.audit import tolerance_of
-from transferry.export.audit_function import audit_function
+from transferry.export.audit_function import FunctionGraph, audit_function
 from transferry.export.checks.check import Findings, prove
 from transferry.export.checks.numbers import (
     BLOCK,
@@ -23,7 +23,6 @@ from transferry.export.checks.numbers import (
 )
 from transferry.export.oracle.cases import many_rows, random_case, sizes
 from transferry.export.oracle.oracle import SHAKES, SINGLE, Oracle
-from transferry.export.subject.function import FunctionGraph
 from transferry.export.subject.layout import GraphFile, Layout
 from transferry.export.subject.subject import OpenedModel
 from transferry.runtime.bundle.bundle import Bundle

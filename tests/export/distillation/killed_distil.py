@@ -15,7 +15,6 @@ from tests.runtime.jobs.killed_job import forked
 from transferry.build_model.train.loop import Trainer
 from transferry.build_model.train.metrics import Metrics
 from transferry.export.distillation import distil as distillation
-from transferry.export.distillation import pairs
 from transferry.runtime.jobs.journal import Journal
 
 # The smallest student that is one.
@@ -48,7 +47,7 @@ DEATHS = (
     (Journal, "append", 1),
     (Journal, "append", 3),
     (distillation, "distilled", 1),
-    (pairs, "_write", 2),
+    (distillation, "_write", 2),
     (Trainer, "_step", 2),
     (Trainer, "_step", 3),
 )

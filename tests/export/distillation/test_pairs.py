@@ -8,7 +8,7 @@ import pytest
 import sacrebleu
 
 from transferry.build_model.train.data import ReadReport, SentencePair, read_pair_file
-from transferry.export.distillation.pairs import (
+from transferry.export.distillation.distil import (
     DistilledPair,
     best_hypothesis,
     distilled,

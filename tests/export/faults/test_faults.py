@@ -14,7 +14,7 @@ from torch import nn
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.build_model.model.transformer import Transformer
 from transferry.export.checks.numbers import compare_cases
-from transferry.export.faults.fault import Fault, rare_tokens
+from transferry.export.faults.gate import Fault, rare_tokens
 from transferry.export.faults.self_test import FAULTS, brief_sweep, faults_of
 from transferry.export.oracle.cases import sizes, vocabulary
 from transferry.export.oracle.oracle import Oracle

@@ -9,7 +9,7 @@ from tests.export.faults.bundles import Side, bundle_test, self_tested, side_of
 from transferry.build_model.checkpoint import load_samples
 from transferry.export.checks.weights import WEIGHTS
 from transferry.export.faults import self_test as module
-from transferry.export.faults.fault import Fault
+from transferry.export.faults.gate import Fault
 from transferry.export.faults.one_graph_faults import one_graph_faults
 from transferry.export.faults.self_test import BundleTest
 from transferry.export.subject.bundle_copy import BundleCopy

@@ -15,8 +15,7 @@ from transferry.export.bundle import Contents
 from transferry.export.checks.files import WRITTEN
 from transferry.export.checks.weights import WEIGHTS
 from transferry.export.faults import self_test as module
-from transferry.export.faults.fault import Fault
-from transferry.export.faults.gate import Gate
+from transferry.export.faults.gate import Fault, Gate
 from transferry.export.faults.self_test import (
     FAULTS,
     FELL_BACK,

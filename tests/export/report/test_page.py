@@ -17,9 +17,8 @@ import pytest
 
 from tests.commands import PATIENCE
 from tests.js.chromium import CHROMIUM
-from transferry.export.report import heat_map
-from transferry.export.report.answers import AFTER, BEFORE, side_by_side
-from transferry.export.report.page import render_page
+from transferry.export.report import figures
+from transferry.export.report.page import AFTER, BEFORE, render_page, side_by_side
 from transferry.export.report.write import write_page
 from transferry.runtime.errors import InputError
 from transferry.runtime.proof.compare import Comparison, Tolerance
@@ -249,14 +248,14 @@ def test_cells_hold_the_worst_error_of_layer_and_step() -> None:
         *(comparison("logits", 5e-7, past=past) for past in (0, 1, *range(9, 400, 2))),
     ]
     record = passed(comparisons=comparisons).to_dict()
-    rows, columns, worst = heat_map.cells(record["comparisons"], 8.0)
+    rows, columns, worst = figures.heat_cells(record["comparisons"], 8.0)
     assert rows == ["layer 0", "layer 1", "logits"]
     assert columns[:4] == ["encoder", "0", "1", "9+"]
-    assert len(columns) <= heat_map.MOST_COLUMNS
+    assert len(columns) <= figures.MOST_COLUMNS
     assert worst["layer 0", "encoder"] == pytest.approx(1.0)
     assert worst["layer 0", "0"] == pytest.approx(4.0)
     assert worst["layer 1", "9+"] == np.inf
-    drawn = heat_map.draw("h", rows, columns, worst, 8.0)
+    drawn = figures.draw_heat_map("h", rows, columns, worst, 8.0)
     assert drawn.count("<rect") == len(worst)
     assert drawn.count("var(--fault)") == 1
 

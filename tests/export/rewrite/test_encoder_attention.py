@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from tests.export.conftest import graphs_of, opened, random_reader, require_torchs_answers, written
-from transferry.export.prove import check_graphs
-from transferry.export.rewrite import encoder_attention
+from transferry.export.bundle import check_graphs
+from transferry.export.rewrite import fused
 from transferry.runtime.errors import ParityError
 from transferry.runtime.tokenizer.byte_pair import PASSAGES
 
@@ -41,7 +41,7 @@ def test_an_encoder_of_fused_attentions_answers_as_torch(
 
 
 def test_an_attention_written_in_another_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoder_attention, "KEYS_IN_HEADS", [0, 2, 1, 3])
+    monkeypatch.setattr(fused, "KEYS_IN_HEADS", [0, 2, 1, 3])
     with pytest.raises(ParityError, match=r"cpu-fp32: expected 2 attentions of the enc.*found 0"):
         graphs_of(random_reader())
 

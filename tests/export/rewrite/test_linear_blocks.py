@@ -13,7 +13,7 @@ from transferry.build_model.model.transformer import Transformer
 from transferry.export.checks.numbers import compare_cases
 from transferry.export.oracle.cases import single_tokens, sizes
 from transferry.export.oracle.oracle import Oracle
-from transferry.export.rewrite.weight_blocks import BLOCK, WIDE, block_weights, blocks
+from transferry.export.rewrite.rounded_weights import BLOCK, WIDE, block_weights, blocks
 from transferry.runtime.precision import Precision
 from transferry.runtime.proof.compare import Tolerance
 from transferry.runtime.tokenizer.byte_pair import SOURCES

@@ -14,7 +14,7 @@ from tests.export.conftest import exported_layers, in_onnxruntime
 from transferry.export.rewrite.calibration import Activation
 from transferry.export.rewrite.fusion import Fusion
 from transferry.export.rewrite.linear_int8 import Int8Kernels, int8_rows
-from transferry.export.rewrite.weight_int8 import quantised
+from transferry.export.rewrite.rounded_weights import quantised
 from transferry.export.trace.editing import drop_unused, replace_lookups
 from transferry.runtime.bundle.bundle import Bundle
 

@@ -9,7 +9,7 @@ import pytest
 from tests.export.conftest import graphs_of
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.export.rewrite.lm_head import approximate_graph
-from transferry.export.rewrite.weight_int8 import quantised
+from transferry.export.rewrite.rounded_weights import quantised
 from transferry.export.trace.graph import Graph
 from transferry.export.trace.store import WEIGHTS
 from transferry.runtime.bundle.bundle import Bundle

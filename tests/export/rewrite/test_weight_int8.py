@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from transferry.export.rewrite.weight_int8 import quantised
+from transferry.export.rewrite.rounded_weights import quantised
 
 
 def saturated(activations: NDArray[np.uint8], weights: NDArray[np.int8]) -> NDArray[np.int64]:

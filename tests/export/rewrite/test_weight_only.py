@@ -11,8 +11,8 @@ from tests.export.faults.bundles import bundle_test
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint, load_samples
 from transferry.export.bundle import Contents
 from transferry.export.faults.self_test import self_test
-from transferry.export.rewrite.weight_int8 import quantised
-from transferry.export.rewrite.weight_only import store_in_int8
+from transferry.export.make import store_in_int8
+from transferry.export.rewrite.rounded_weights import quantised
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.errors import ParityError
@@ -83,7 +83,7 @@ def test_other_weights_than_the_runs_are_refused(
         )
         store_in_int8(graph, model)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("transferry.export.rewrite.weight_only.store_in_int8", coarser)
+    monkeypatch.setattr("transferry.export.make.store_in_int8", coarser)
     with pytest.raises(ParityError):
         exported(checkpoint, tmp_path / "bundle", Contents(texts, [NAME]))
     assert not (tmp_path / "bundle").exists()

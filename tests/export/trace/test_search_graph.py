@@ -21,8 +21,7 @@ from transferry.export.bundle import Contents
 from transferry.export.torch_model import TorchDecoder
 from transferry.export.trace.beam_graph import BeamGraph
 from transferry.export.trace.graph import Graph
-from transferry.export.trace.greedy_graph import GreedyGraph
-from transferry.export.trace.search_graph import require_one_graph
+from transferry.export.trace.search_graph import GreedyGraph, require_one_graph
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.specs import ONE_GRAPH
 from transferry.runtime.decoding.generation_options import GenerationOptions

@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 from onnx import numpy_helper
 
-from transferry.export.rewrite.weight_int8 import quantised
+from transferry.export.rewrite.rounded_weights import quantised
 from transferry.runtime.decoding.logits import SEGMENT, SegmentMaxima
 from transferry.runtime.errors import InputError
 from transferry.runtime.ort.screened_argmax import MOST, ScreenedArgmax, ScreeningCounts
