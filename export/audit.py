@@ -145,10 +145,7 @@ class Audit:
     """The checks of foreign graphs beside a reference.
 
     Attributes:
-        oracle: The reference in float32 and float64.
-        checkpoint: The reference.
         text: Token ids of each text, and how they are searched.
-        effort: How much is checked.
         pairs: Whether the graphs read which of two texts a token belongs to.
     """
 

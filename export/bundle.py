@@ -80,15 +80,7 @@ def prove_variant(
     say: Say,
     done: Done,
 ) -> None:
-    """Verifies a variant of a bundle whose manifest is unwritten.
-
-    Args:
-        checkpoint: The trained model and its tokenizer.
-        bundle: The bundle.
-        variant: One of its variants.
-        texts: Sentences that a variant of reduced precision is judged by.
-        say: Receives a line about a check that is left out.
-        done: As for `verify_against`.
+    """Verifies a variant of a bundle whose manifest is unwritten; of reduced precision on texts.
 
     Raises:
         ParityError: The graphs are invalid or differ from torch.

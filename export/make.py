@@ -37,13 +37,7 @@ def make(
     traces: Traces | None = None,
     calibration: Calibration | None = None,
 ) -> dict[str, Graph]:
-    """Exports the graphs of a variant by name.
-
-    Args:
-        model: The model in float32, in eval mode.
-        recipe: How the variant is made.
-        traces: Graphs traced before; receives the new ones. Default: none.
-        calibration: Required for an int8 variant.
+    """Exports the graphs of a variant of a model, in float32 and eval mode, by name.
 
     Raises:
         ParityError: A linear layer or an attention was not rewritten.

@@ -130,28 +130,19 @@ def verify_against(
     # The oracles' float64 is mapped and zeroed page by page, a third of the time of long cases.
     small = parameters(checkpoint.model) < SMALL
     with rarely_collected(), freed_memory_kept() if small else nullcontext():
-        return _verified(checkpoint, bundle, model, request, traces or Traces(), done)
-
-
-def _verified(
-    checkpoint: Checkpoint,
-    bundle: Bundle,
-    model: ServedModel,
-    request: Request,
-    traces: Traces,
-    done: Done,
-) -> ParityReport:
-    work = Verification.of(checkpoint, bundle, model, request, traces)
-    found = work.run(partial(done, "verifying"))
-    report = work.report(found)
-    if request.plant_faults and report.passed:
+        work = Verification.of(checkpoint, bundle, model, request, traces or Traces())
+        found = work.files
+        found.add(prove(work.checks(), done=partial(done, "verifying")))
+        report = work.report(found)
+        if not (request.plant_faults and report.passed):
+            return replace(report, origin=work.origin(found))
         few = work.text.sources[:PLANTED_ROWS]
         few = few or random_sources(checkpoint.model.config, PLANTED_ROWS)
-        told = partial(done, "self-test")
         with found.timed("self-test"):
-            planted = self_test(work.subject, work.oracle, few, work.fresh, told)
+            planted = self_test(
+                work.subject, work.oracle, few, work.fresh, partial(done, "self-test")
+            )
         return replace(report, self_test=planted, times=[*found.times.values()])
-    return replace(report, origin=work.origin(found))
 
 
 @dataclass(frozen=True)
@@ -159,11 +150,7 @@ class Verification:
     """The checks of a variant beside its checkpoint.
 
     Attributes:
-        subject: The variant.
-        oracle: torch's side.
-        request: Texts and settings.
         text: The texts as token ids, and their searches.
-        batches: Limits on the rows computed at once.
         cases: Cases of random tokens.
         fresh: The graphs that export makes now; None if they are not compared.
         files: Findings on the manifest and the stored weights.
@@ -214,12 +201,6 @@ class Verification:
         with files.timed(GRAPHS):
             fresh = fresh_graphs(checkpoint.model, *given, traces) if compared else None
         return cls(subject, oracle, request, text, batches, cases, fresh, files)
-
-    def run(self, done: Callable[[int, int], None]) -> Findings:
-        """Runs all checks."""
-        found = self.files
-        found.add(prove(self.checks(), done=done))
-        return found
 
     def checks(self) -> list[Check]:
         """Returns the checks, in order."""

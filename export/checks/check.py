@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -61,14 +61,10 @@ class Findings:
 
     def add(self, found: Findings) -> None:
         """Adds the findings of one more check."""
-        self.claims += found.claims
-        self.comparisons += found.comparisons
-        self.decisions += found.decisions
-        self.runtimes += found.runtimes
-        self.failing += found.failing
+        for each in fields(self):
+            if isinstance(listed := getattr(self, each.name), list):
+                listed += getattr(found, each.name)
         self.best |= found.best
-        self.vectors += found.vectors
-        self.scores += found.scores
         self.forcing = found.forcing if found.forcing.tokens else self.forcing
         self.steps += found.steps
         for time_ in found.times.values():
@@ -125,12 +121,7 @@ class Check:
 
 
 def found_by(checks: Iterable[Check], so_far: Findings, *, faults: bool) -> Iterator[Findings]:
-    """Runs checks and yields their findings, one after another.
-
-    Args:
-        checks: The checks, in order.
-        so_far: Takes all findings.
-        faults: Whether a check that does not run is a fault of the subject.
+    """Runs checks and yields their findings, which `so_far` takes, one after another.
 
     Raises:
         InputError: A check does not run, and `faults` is off.

@@ -87,12 +87,7 @@ def default_generation(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def manifest_claims(checkpoint: Checkpoint, bundle: Bundle) -> list[Claim]:
-    """Compares a manifest with the checkpoint: defaults, architecture and every variant.
-
-    Args:
-        checkpoint: The checkpoint.
-        bundle: The bundle; `require_exported_from` holds.
-    """
+    """Compares a manifest with the checkpoint: defaults, architecture and every variant."""
     manifest, config = bundle.manifest, checkpoint.model.config
     wanted = GenerationOptions(**default_generation(checkpoint))
     found = GenerationOptions(**manifest.generation)

@@ -51,13 +51,6 @@ def fresh_graphs(
 ) -> Fresh:
     """Exports the graphs of a variant anew, for `graphs_claim`.
 
-    Args:
-        model: The trained model.
-        bundle: The bundle; `require_exported_from` holds.
-        variant: One of its variants.
-        calibration: Of an int8 variant.
-        traces: Graphs traced before.
-
     Returns:
         The graphs by name; None if the bundle was exported with other versions, whose graphs may
         differ.

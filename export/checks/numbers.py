@@ -71,13 +71,8 @@ def batch_sizes(
     """Returns the check of the first rows of one short case in batches of 1, 2, 3 ... rows.
 
     A search goes through every size as sentences end. The rows of a decoder are reversed before the
-    compared step. Sizes are compared together; the failing case has the worst one.
-
-    Args:
-        subject: The model.
-        oracle: torch's side.
-        case: As `many_rows` makes it, of as many rows as the largest batch.
-        every: Largest of the sizes that are all tried.
+    compared step. Sizes up to `every` are all tried, and compared together; the failing case has
+    the worst one.
     """
     most = len(case.source)
     larger = np.linspace(min(most, every), most, LARGER_SIZES).astype(int)
@@ -215,12 +210,6 @@ def independence(
     """Returns checks of rows of text in padded batches beside the same rows alone.
 
     `batched` gives the limit, from torch's worst error on cases of random tokens.
-
-    Args:
-        subject: Foreign graphs.
-        rows: Token ids of each text.
-        sides: Sides on which batches are padded.
-        tolerance: The largest limit.
     """
     return [
         Check(f"batches padded {side}", partial(_padded, subject, rows, side, tolerance))

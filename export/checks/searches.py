@@ -46,8 +46,6 @@ class Text:
     """Text of a proof and how it is searched.
 
     Attributes:
-        config: Shape of the model.
-        sources: Token ids of each source.
         generation: The bundle's defaults of generation.
         longest: Most tokens of an answer.
         fed: Targets to feed whole, from the start token on. Default: torch's greedy answers.
@@ -102,10 +100,7 @@ class Search:
     """One way to answer sources.
 
     Attributes:
-        name: For the report.
         decoder: Steps as this way does; explains differing tokens.
-        sources: Token ids of each source.
-        options: How to search.
         answers: Returns the hypotheses of each source, once for each time that it was answered.
         prefixes: Beginnings of each source's answer.
         rows: Most rows that torch searches at once; see `Oracle.expected`.
@@ -175,15 +170,7 @@ def served_searches(
     variant: Variant,
     batches: BatchOptions,
 ) -> list[Check]:
-    """Returns a check of each search over text, through the path that serves.
-
-    Args:
-        subject: A variant of a bundle with a decoder.
-        oracle: torch's side.
-        text: Sources and searches.
-        variant: The variant.
-        batches: Limits on the rows that are computed at once.
-    """
+    """Returns a check of each search over text, through the path that serves."""
 
     def served(name: str, options: GenerationOptions, every: int) -> Search:
         sources = text.sources[::every]
@@ -215,12 +202,6 @@ def whole_searches(subject: BundleSubject, oracle: Oracle, text: Text, rows: int
     Every source is answered alone, in a batch and padded on the left. Beginnings of random tokens,
     which a search seldom chooses, go through the decoder of a model with an encoder. The step
     graphs search again where tokens differ.
-
-    Args:
-        subject: A variant with that graph.
-        oracle: torch's side.
-        text: Sources and options; random sources without text.
-        rows: Rows of a batch.
     """
     sources = text.sources or random_sources(oracle.config, ROWS)
     options = one_graph_options(text, subject.one_graph.beam)
@@ -272,16 +253,7 @@ def plain_searches(
     text: Text,
     generate: Generate,
 ) -> Check:
-    """Returns the check of an engine, from text to text, beside a plain search over torch.
-
-    Args:
-        oracle: torch's side.
-        decoder: Steps as the engine does; explains differing tokens.
-        tokenizer: The checkpoint's.
-        texts: A few short ones of them are answered.
-        text: The bundle's search and the user's, which are run besides those of every rule.
-        generate: Answers texts, such as an engine's.
-    """
+    """Returns the check of an engine, from text to text, beside a plain search over torch."""
 
     def run(so_far: Findings) -> Iterator[Findings]:
         plain = PlainAnswers.of(oracle, decoder, tokenizer, texts)

@@ -44,12 +44,8 @@ def task_metrics(
 ) -> list[TaskMetric]:
     """Returns the metrics of answers to text; none without text.
 
-    Args:
-        found: Findings of all checks.
-        budget: The largest changes that pass.
-        tokenizer: Decodes answers.
-        fed: Given answers, whose perplexity is reported.
-        targets: Reference answers; of a model that embeds, the text that each text looks for.
+    `fed` are given answers, whose perplexity is reported; `targets` reference answers, or of a
+    model that embeds the text that each text looks for.
     """
     forcing = found.forcing
     metrics = vector_metrics(found.vectors, budget, searched=targets is not None)

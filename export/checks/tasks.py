@@ -89,13 +89,7 @@ QUERY = "query"  # of the other side of a search
 
 @dataclass(frozen=True)
 class _Typical:
-    """Medians of torch's errors over the rows that float64 measured.
-
-    Attributes:
-        errors: Worst one of each tensor.
-        values: Of the numbers of results.
-        least: The smallest lower bound of a head's unit.
-    """
+    """Medians of torch's errors over the rows that float64 measured."""
 
     errors: Mapping[str, float]
     values: Mapping[str, float]
@@ -124,12 +118,9 @@ class _Serving:
 
     Attributes:
         rows: Expected tensors, by the tokens of a row.
-        oracle: torch's side.
-        inputs: Tokenizer and head.
         served: The different tensors that batches gave for a row, by its tokens.
         worst: The worst comparison of each row and tensor.
         problems: Results that differ from those of their tensors, by task.
-        failing: Batches with a wrong tensor.
     """
 
     rows: dict[tuple[int, ...], Expected]

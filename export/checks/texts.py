@@ -100,12 +100,6 @@ def calibrated(
     """Returns the check that the ranges of an int8 variant fit the text.
 
     Both sides of all other comparisons round with the bundle's ranges.
-
-    Args:
-        subject: A variant with a calibration.
-        oracle: torch's side.
-        fed: Source and target of each row, of a decoder.
-        texts: Token ids of each text, of an encoder alone.
     """
 
     def run(so_far: Findings) -> Iterator[Findings]:
@@ -198,7 +192,6 @@ class Choices:
         least: Lower bound of the unit of their errors.
         where: Place of each choice, for the report `[choices]`.
         borders: Whether torch rounds values to integers.
-        tolerance: The largest error that passes.
     """
 
     exact: NDArray[np.float64]
@@ -250,11 +243,6 @@ def scores(oracle: Oracle, engine: Engine, pairs: Sequence[Pair]) -> Check:
 
 def compare_scores(oracle: Oracle, engine: Engine, pairs: Sequence[Pair]) -> list[Comparison]:
     """Compares the log-probability of each token, in units of the logits there.
-
-    Args:
-        oracle: The reference.
-        engine: The bundle as it is served.
-        pairs: As for `score`.
 
     Returns:
         The token nearest to its limit, or beyond it, of each batch of the oracle's.

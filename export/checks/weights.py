@@ -143,12 +143,6 @@ def weights_claim(
     """Compares every stored weight of a variant with the checkpoint's.
 
     If half of them differ, the checkpoint is another one; else those weights are wrong.
-
-    Args:
-        model: The trained model.
-        bundle: The bundle; `require_exported_from` holds.
-        variant: One of its variants.
-        calibration: Of an int8 variant.
     """
     recipe = RECIPES.get(variant.name)
     weights = CheckpointWeights(model, recipe.precision if recipe else FLOAT32, calibration)

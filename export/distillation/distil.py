@@ -367,10 +367,6 @@ def best_hypothesis(answer: dict[str, Any], reference: str | None) -> DistilledP
 
     `sacrebleu.sentence_bleu` computes the sentence BLEU; of equal hypotheses the likelier is taken.
     Returns None if every hypothesis is empty or was cut off before its end.
-
-    Args:
-        answer: A record of a job, hypotheses best first.
-        reference: Reference translation of the source.
     """
     best: DistilledPair | None = None
     for rank, hypothesis in enumerate(answer.get("n_best", [answer]), start=1):
@@ -390,12 +386,8 @@ def write_pairs(
 ) -> None:
     """Writes the training pairs of the student: first the corpus, then the teacher's answers.
 
-    Args:
-        taught: Pairs of the teacher.
-        corpus: Pairs with references; empty without references.
-        pairs: File to write; it appears last.
-        valid: File for held-out pairs, of the corpus if there is one; their sources are in no
-            training pair. None to hold out nothing.
+    Held-out pairs are of the corpus if there is one, and their sources in no training pair; `pairs`
+    appears last.
 
     Raises:
         InputError: There are too few pairs to hold out a part.

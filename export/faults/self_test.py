@@ -90,13 +90,6 @@ def self_test(
 ) -> list[PlantedFault]:
     """Plants every kind of fault that applies, and verifies each faulty copy.
 
-    Args:
-        subject: An honest variant; it is copied, never changed.
-        oracle: torch's side of `verify`.
-        sources: Token ids of the sources of the searches; may be empty.
-        fresh: The graphs that export makes now, by name; None if versions differ.
-        done: Told the number of faults finished and of all faults.
-
     Raises:
         ParityError: The bundle itself does not pass, so that its copies would prove nothing.
         InputError: A fault cannot be planted: the graphs are not those that this version exports.
@@ -219,10 +212,6 @@ class BundleTest:
     """The checks of `verify` for many copies of one bundle.
 
     Attributes:
-        honest: The honest variant.
-        oracle: torch's side, which remembers.
-        sources: Token ids of the sources of the searches.
-        fresh: The graphs that export makes now.
         files: Whether stored weights and graphs are compared; see `Effort`.
     """
 

@@ -38,12 +38,7 @@ class PlainAnswers:
     """Texts that an engine and the plain search answer.
 
     Attributes:
-        oracle: torch's side.
-        decoder: Steps as the engine does.
-        texts: Each once.
-        sources: Their token ids.
         logits: torch's, of each; see `Row`.
-        text: Returns the text of token ids.
     """
 
     oracle: Oracle

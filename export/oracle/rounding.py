@@ -58,11 +58,6 @@ def integer_sides(
     """Returns torch rounding as a variant does, on each of `SIDES`; of a float variant none.
 
     Where only weights are rounded, on the first two of them.
-
-    Args:
-        model: The trained model.
-        precision: That of the variant.
-        calibration: Of an int8 variant.
     """
     if precision.block_bits:
         rounded = _blocks(model, precision.block_bits)

@@ -36,14 +36,6 @@ def serve(
     The sources are repeated until each replica has a batch of the largest size and another one
     after it, so that rows lie in all places, and in places that were used before.
 
-    Args:
-        decoder: A variant of a bundle, opened.
-        sources: Token ids of each source.
-        options: How to generate.
-        special: The ids that pad, begin and end.
-        batches: Limits on a batch.
-        row_ids: A number for each source that seeds its samples.
-
     Returns:
         The hypotheses of each source, once for each time that it was answered.
     """

@@ -31,14 +31,7 @@ NOTHING = "(nothing)"
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure with a description.
-
-    Attributes:
-        name: Its id in the page.
-        title: Its title.
-        svg: The drawing.
-        text: Description with the numbers.
-    """
+    """A figure with a description."""
 
     name: str
     title: str
@@ -50,9 +43,6 @@ def render_page(*records: Mapping[str, Any]) -> str:
     """Returns reports as one page; the same records give the same text.
 
     Several reports, such as one of each variant of a bundle, get a table that compares them.
-
-    Args:
-        records: Results of `ParityReport.to_dict`, optionally with "date" and "certificate".
 
     Raises:
         InputError: A record is of another schema.
@@ -437,11 +427,7 @@ class Answers:
 
 
 def side_by_side(differences: Iterable[Mapping[str, Any]]) -> list[Answers]:
-    """Returns the answers of differences that have texts; searches with the same answers share one.
-
-    Args:
-        differences: Records of `Difference`, each with its "search".
-    """
+    """Returns the answers of differences with texts; searches with the same answers share one."""
     groups: dict[tuple[int, str, str, str], list[Mapping[str, Any]]] = {}
     for item in differences:
         texts = item["source"], item["expected"], item["found"]

@@ -84,12 +84,7 @@ def fused_graphs(
 ) -> dict[str, Graph]:
     """Traces a model and puts its linear layers, lookups and encoder attentions on kernels.
 
-    Args:
-        model: The model, with the weights that the graphs store or round.
-        recipe: How the variant is made.
-        traces: Graphs traced before; receives the new ones.
-        kernels: Operators of linear layers and of lookups.
-        cache_type: Element type of the KV cache. Default: the weights'.
+    The cache has `cache_type`, by default that of the weights.
     """
     own = isinstance(model, OwnModel)
     if own and model.config.decoder_layers:

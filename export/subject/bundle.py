@@ -29,10 +29,6 @@ class BundleSubject(CopiedSubject[Any]):
     """A variant of a bundle, opened as it is served.
 
     Attributes:
-        checkpoint: The checkpoint that the bundle was exported from.
-        folder: The bundle's folder.
-        name: Name of the variant.
-        options: How it is served.
         whole: Whether faults are planted in the graph `generate`, not in the step graphs.
     """
 

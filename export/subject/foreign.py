@@ -69,8 +69,6 @@ class GraphsSubject(CopiedSubject[Any]):
     """Graphs of another tool.
 
     Attributes:
-        layout: The graphs.
-        session: How they run.
         beside: The files beside the graphs; None leaves them out.
     """
 
@@ -106,7 +104,6 @@ class ForeignFolder(GraphsSubject):
     """Graphs that read and write tokens, beside a checkpoint.
 
     Attributes:
-        checkpoint: The reference.
         paddings: Sides on which batches are padded.
     """
 

@@ -83,13 +83,7 @@ def transposed_from(value: ir.Value) -> ir.Value | None:
 def replace_lookups(
     graph: ir.Graph, name: str, rows_of: Callable[[ir.tape.Tape, ir.Value, ir.Node], ir.Value]
 ) -> None:
-    """Replaces lookups in an embedding, if the graph has one of that name.
-
-    Args:
-        graph: The graph.
-        name: Initializer `[vocabulary, width]`.
-        rows_of: Returns the rows, given a tape for new nodes, the initializer and the Gather.
-    """
+    """Replaces lookups in the embedding of a name, if there is one, by the rows of `rows_of`."""
     weight = graph.initializers.get(name)
     for node in list(weight.consumers()) if weight is not None else ():
         if node.op_type == "Gather" and weight is not None:

@@ -216,16 +216,10 @@ def _in_place(kind: str, buffer: Tensor, *inputs: Tensor, **attributes: Any) -> 
 def export_fused_graphs(
     model: Transformer, cache_type: str | None = None, traces: Traces | None = None
 ) -> dict[str, Graph]:
-    """Exports the graphs of a fused variant, before any rewriting.
+    """Exports the graphs of a fused variant of a model with a decoder, before any rewriting.
 
     Biases and logits are float32 in every precision, so that the host handles one type only; the
     cache has the model's.
-
-    Args:
-        model: Encoder-decoder or decoder-only, in eval mode and in the variant's precision.
-        cache_type: Element type of the stored cache. Default: the model's precision, which
-            "encoder" and "decoder" keep in either case.
-        traces: Graphs traced before; receives the new ones.
     """
     config = model.config
     precision = str(model.embedding.weight.dtype).removeprefix("torch.")

@@ -77,13 +77,7 @@ class SelectGraph(nn.Module):
 def export_graphs(
     model: Transformer, names: Sequence[str] | None = None, traces: Traces | None = None
 ) -> dict[str, Graph]:
-    """Exports the graphs of the portable variant: standard ONNX operators only, float32.
-
-    Args:
-        model: The model, in eval mode.
-        names: Default: all graphs of the architecture (`runtime.bundle.GRAPHS`).
-        traces: Graphs traced before; receives the new ones.
-    """
+    """Exports the graphs of the portable variant: standard ONNX operators only, float32."""
     config = model.config
     cache = partial(cache_specs, config)
     source = spec("source", "int64", "batch", "source")
