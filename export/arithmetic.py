@@ -65,11 +65,7 @@ class Rounded:
 
 
 class Moved:
-    """While entered, moves values by `shift` before they are rounded.
-
-    Attributes:
-        shift: See `Shift`.
-    """
+    """While entered, moves values by a `Shift` before they are rounded."""
 
     current: ClassVar[Any] = 0.0  # shift of the side that computes
 
@@ -113,13 +109,7 @@ def small(model: Transformer) -> bool:
 def copied(
     model: Transformer, dtype: torch.dtype, rounded: Mapping[str, Rounded] | None = None
 ) -> Transformer:
-    """Returns a copy in another precision, some of whose weights are rounded.
-
-    Args:
-        model: The model in float32.
-        dtype: The precision: float32 or float64.
-        rounded: The weights, by their parameters' names.
-    """
+    """Returns a copy in another precision, some of whose weights, by name, are rounded."""
     found = copy.deepcopy(model)
     named = dict(found.named_parameters())
     weights = {id(named[name]): each for name, each in (rounded or {}).items()}

@@ -90,14 +90,8 @@ def audit(
 ) -> ParityReport:
     """Compares the graphs of another tool with their reference.
 
-    Args:
-        folder: Where they lie, for the report.
-        subject: The graphs beside their reference.
-        texts: Texts to run through both.
-        precision: Precision that the graphs are judged by; by default that of their operators.
-        plant: Plant faults in copies of the graphs, if they pass.
-        atol: The user's own tolerance, tried on these faults.
-        done: Called with the phase, the steps finished and their total.
+    The graphs are judged by `precision`, by default that of their operators. With `plant`, faults
+    are planted in copies of graphs that pass; `atol` is tried on these.
 
     Raises:
         InputError: A text does not fit the model, or the graphs are of another architecture.

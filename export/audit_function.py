@@ -72,13 +72,7 @@ def audit_function(
 
 @dataclass(frozen=True)
 class FunctionAudit:
-    """The checks of one graph beside a torch module.
-
-    Attributes:
-        module: The reference in float32.
-        exact: The reference in float64.
-        tolerance: The largest error that passes.
-    """
+    """The checks of one graph beside a torch module in float32, and in float64."""
 
     module: nn.Module
     exact: nn.Module

@@ -126,10 +126,7 @@ def check_bundle(
 ) -> ParityReport:
     """Compares a variant with the recorded answers, the portable one in onnx's evaluator too.
 
-    Args:
-        bundle: The bundle; its manifest may still be unwritten.
-        variant: The variant. Default: the portable one.
-        large: Checkpoint of a large model; the evaluator then computes one layer.
+    The manifest may still be unwritten. Of a `large` model the evaluator computes one layer.
     """
     variant = variant or bundle.variant()
     tolerance = Tolerance.of(variant.precision)
@@ -230,9 +227,6 @@ def export_bundle(
         prove: Verification of each variant.
         say: Receives a line at each stage.
         done: As for `verify_against`.
-
-    Returns:
-        The bundle in `out`.
 
     Raises:
         UsageError: `out` exists and `force` is off, there is no such variant, an int8 variant is

@@ -76,7 +76,6 @@ class Request:
     Attributes:
         texts: Sentences to run every search on.
         targets: Reference answers to the texts, for BLEU and perplexity.
-        cross_check: Run a few cases on other runtimes too.
         plant_faults: Plant faults in copies of the bundle, if it passes.
         batches: Limits on the rows computed at once when the texts are answered. Default: those
             that the variant is served with.
@@ -105,16 +104,10 @@ def verify_against(
 ) -> ParityReport:
     """Compares a bundle with the checkpoint that it was exported from.
 
+    `traces` are graphs traced before, for the comparison with graphs exported anew.
+
     In the portable variant, whose nodes are those that torch traced, a wrong tensor is traced back
     to the module in which the fault begins.
-
-    Args:
-        checkpoint: The checkpoint.
-        bundle: The bundle.
-        model: A variant of it, opened as it will be served.
-        request: Texts and settings.
-        traces: Graphs traced before, for the comparison with graphs exported anew.
-        done: Called with the phase, the steps finished and their total.
 
     Raises:
         UsageError: The cross-check of another variant than the portable one.

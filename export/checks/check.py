@@ -34,16 +34,11 @@ class Findings:
     """Findings of a check, or of all checks so far.
 
     Attributes:
-        claims: Statements of the subject beside the truth.
-        comparisons: Tensors.
-        decisions: Searches.
-        runtimes: Results of other runtimes.
         failing: Cases in which a tensor is wrong.
         best: The best answers of torch as trained and of the subject, by search.
         vectors: Of torch as trained and of the subject, a pair for each row.
         scores: Likewise, scores that choose no label.
         forcing: Errors and margins on given answers; empty without any.
-        steps: Cases and rows compared.
         times: Time of the checks so far, by kind.
     """
 

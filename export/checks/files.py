@@ -41,12 +41,10 @@ Change = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 def written(engine: Engine, texts: Sequence[str], change: Change = lambda record: record) -> Claim:
     """Compares the numbers in files of every task and format with the engine's results.
 
-    A format whose package is missing, and a task that the bundle cannot do, are skipped.
+    The first texts are answered, or a few words. `change` is applied to each record before it is
+    written, to plant a fault.
 
-    Args:
-        engine: The bundle as it is served.
-        texts: The first of these are answered; a few words without texts.
-        change: Applied to each record before it is written, to plant a fault.
+    A format whose package is missing, and a task that the bundle cannot do, are skipped.
     """
     texts, skipped = (*texts, *FEW_TEXTS)[:WRITTEN_ROWS], dict[str, str]()
     for name in engine.tasks:

@@ -257,11 +257,6 @@ def batched(tolerance: Tolerance, own: float, error: float) -> float:
     Graphs of a coarser precision round a row otherwise in a batch, and dynamic int8 by the batch's
     scale: twice their own error is the limit, which two runs within that error of torch cannot
     exceed.
-
-    Args:
-        tolerance: The largest limit.
-        own: torch's own error in float32.
-        error: The largest error of the graph.
     """
     return max(Tolerance().budget(own), min(2 * error, tolerance.budget(own)))
 

@@ -55,7 +55,6 @@ class Expected:
     """torch's tensors of a row.
 
     Attributes:
-        row: The row.
         case: It alone, without padding.
         truth: torch's tensors, in float64, and its errors.
         values: Numbers of results, in float64, and torch's own error, by name.
@@ -119,7 +118,6 @@ class _Serving:
     Attributes:
         rows: Expected tensors, by the tokens of a row.
         served: The different tensors that batches gave for a row, by its tokens.
-        worst: The worst comparison of each row and tensor.
         problems: Results that differ from those of their tensors, by task.
     """
 

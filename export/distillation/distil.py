@@ -303,8 +303,6 @@ class DistilledPair:
     """A pair that the student is trained on: a line of pairs.jsonl.
 
     Attributes:
-        source: The text.
-        target: Its translation.
         origin: Who wrote the translation.
         rank: Of the teacher, the hypothesis's place in its search, from 1.
         bleu: Of the teacher, the sentence BLEU against the reference, if there is one.
@@ -331,11 +329,6 @@ def distilled(
     answers: Path, references: Sequence[str] | None, show: Callable[[int], None]
 ) -> tuple[list[DistilledPair], ReadReport]:
     """Chooses one hypothesis of each answer: see `best_hypothesis`.
-
-    Args:
-        answers: Output of a job as JSON lines.
-        references: The reference of each row; None without references.
-        show: Called with the number of rows that are done.
 
     Returns:
         The pairs in order, and counts. Rows that hold an error are dropped, and so are those whose

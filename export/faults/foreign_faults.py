@@ -207,8 +207,7 @@ FAULTS: dict[str, Plant] = {
 def foreign_faults(beside: bool) -> list[Fault]:
     """Returns every kind of fault; a graph without a place for one is left as it is.
 
-    Args:
-        beside: Whether the files beside the graphs are compared, and get faults too.
+    With `beside`, the files beside the graphs are compared, and get faults too.
     """
     files = BESIDE if beside else {}
     return [

@@ -100,14 +100,7 @@ class Effort:
     def cases(
         self, config: ModelConfig, sources: Sequence[Sequence[int]], rows: int, singles: bool
     ) -> list[Case]:
-        """Returns the cases of random tokens.
-
-        Args:
-            config: Shape of the model.
-            sources: The text; its longest source is the longest case.
-            rows: Rows of the largest batch.
-            singles: Whether the case of single tokens is among them.
-        """
+        """Returns the cases of random tokens, up to the longest source, and of single tokens."""
         longest = min(config.max_positions, self.positions or config.max_positions)
         shorter = replace(config, max_positions=longest)
         found = [

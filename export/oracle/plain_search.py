@@ -50,12 +50,8 @@ class Row:
         logits: Returns the logits of the token after each of some answers of equal length
             `[answers, vocabulary]`.
         text: Returns the text of token ids.
-        source: Token ids of the source.
         number: Seeds its samples.
         first: The begin token of an encoder-decoder; None without an encoder.
-        ends: End tokens.
-        positions: Of the model.
-        options: How to answer.
     """
 
     logits: Callable[[Sequence[Tokens]], NDArray[Any]]

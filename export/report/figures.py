@@ -222,10 +222,6 @@ def heat_cells(
 ) -> tuple[list[str], list[str], Cells]:
     """Sorts comparisons into rows by layer and columns by step.
 
-    Args:
-        comparisons: Records of `Comparison`.
-        factor: The limit in units of torch's own error.
-
     Returns:
         The names of the rows and of the columns, and the worst error of each cell in units of
         torch's own; infinity where an error is not finite. No rows without a decoder's cache.

@@ -409,15 +409,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Answers:
-    """The answers to one row.
-
-    Attributes:
-        title: The row and its searches.
-        source: Text of the source.
-        expected: torch's answer.
-        found: The bundle's answer.
-        message: How the two came to differ.
-    """
+    """The answers of torch and of the bundle to one row, and how they came to differ."""
 
     title: str
     source: str

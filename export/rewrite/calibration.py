@@ -223,12 +223,7 @@ def calibrate(
 ) -> Calibration:
     """Runs the model over sentences, an encoder-decoder over its own greedy answers too.
 
-    Args:
-        model: The model in float32; it is put into eval mode.
-        special: Special tokens.
-        sentences: Token ids as the model reads them, at least one each: sources for an encoder,
-            whole texts for a decoder-only model.
-        max_length: Maximum number of tokens of an answer of an encoder-decoder.
+    A sentence is the token ids of a source for an encoder, or of a whole text.
 
     Returns:
         KV scales, and the quantisation of the input of every linear layer; a tied LM head has the

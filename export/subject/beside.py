@@ -48,7 +48,6 @@ class Beside:
     """The files beside graphs, and the folder that they should agree with.
 
     Attributes:
-        folder: The folder of the graphs.
         reference: A folder that `import` reads; None for a checkpoint.
         texts: Texts that both tokenizers encode, beside the vocabulary.
     """

@@ -35,9 +35,7 @@ class GraphCopy(FolderCopy):
     """A copy of graphs, their weights and the files beside them, with one graph edited.
 
     Attributes:
-        layout: The copied graphs.
         graph: The graph that is edited; `edit` chooses it.
-        model: The same, loaded.
     """
 
     def __init__(self, layout: Layout, folder: Path, beside: Iterable[str] = ()) -> None:

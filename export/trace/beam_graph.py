@@ -187,16 +187,7 @@ class BeamGraph(SearchGraph):
         base: ir.Value,
         excess: ir.Value | None,
     ) -> tuple[dict[str, ir.Value], ir.Value]:
-        """Keeps the best hypotheses among the kept and the complete ones.
-
-        Args:
-            given: The carried values.
-            length: Tokens of the candidates `[batch]`.
-            complete: Whether a candidate is a hypothesis `[batch, beam]`.
-            nothing: Minus infinity.
-            candidates: Log-probabilities, rows of the parents and tokens `[batch, candidates]`.
-            base: First row of each sentence `[batch, 1]`.
-            excess: See `_candidates`.
+        """Keeps the best hypotheses among the kept and the complete ones `[batch, beam]`.
 
         Returns:
             The carried values of hypotheses, and the divisor of scores of this length.

@@ -35,7 +35,6 @@ class NodeForm:
     """A node.
 
     Attributes:
-        node: The node.
         parts: Digest of the operator, of each input and attribute, and the number of outputs.
         bodies: Graphs among its attributes, by part.
     """
@@ -59,7 +58,6 @@ class GraphForm:
     """A graph, a body or a function.
 
     Attributes:
-        nodes: Its nodes, in their order.
         ends: Digests of inputs, outputs, initializers and metadata.
     """
 
@@ -113,7 +111,6 @@ class Canonical:
     """Canonical form of a model.
 
     Attributes:
-        graph: The main graph.
         rest: Digests of opset, IR version, functions and metadata.
     """
 

@@ -65,11 +65,7 @@ def require_one_graph(architecture: str, generation: Mapping[str, Any], beam: in
 class SearchGraph(ABC):
     """Composes the portable graphs of a model that generates into a search.
 
-    Attributes:
-        graphs: The portable graphs; they stay as they are.
-        special: The ids that pad and end.
-        options: The bundle's generation defaults, whose rules are kept.
-        max_positions: Positions of the model, which bound an answer.
+    The graphs stay as they are; the rules of the generation defaults are kept.
     """
 
     # Element type and number of axes of each value that the Loop carries, besides the cache.
@@ -343,11 +339,7 @@ class SearchGraph(ABC):
         limit: ir.Value,
         present: Sequence[ir.Value],
     ) -> tuple[dict[str, ir.Value], Sequence[ir.Value]]:
-        """Chooses the next tokens.
-
-        Returns:
-            The carried values, and the cache.
-        """
+        """Chooses the next tokens; returns the carried values, and the cache."""
 
     def _longer_mask(self, given: Mapping[str, ir.Value], ended: ir.Value) -> ir.Value:
         """Adds the column that a step read to the mask of each row."""
@@ -385,11 +377,9 @@ class GreedyGraph(SearchGraph):
     }
 
     def _each_answer(self) -> tuple[str | int, ...]:
-        """Returns the axes along which the answers lie."""
         return ("batch",)
 
     def _begun(self, target: ir.Value, begun: ir.Value, batch: ir.Value) -> dict[str, ir.Value]:
-        """Returns the values that the Loop carries, besides target, past and `ended`."""
         main = self.main
         return {
             "tokens": main.columns(target, 1, END),
@@ -398,7 +388,6 @@ class GreedyGraph(SearchGraph):
         }
 
     def _answers(self, results: Mapping[str, ir.Value], batch: ir.Value) -> list[ir.Value]:
-        """Returns tokens, lengths and log-probabilities, given the last carried values."""
         return [results[role] for role in ANSWERS]
 
     def _choose(
@@ -408,11 +397,7 @@ class GreedyGraph(SearchGraph):
         limit: ir.Value,
         present: Sequence[ir.Value],
     ) -> tuple[dict[str, ir.Value], Sequence[ir.Value]]:
-        """Takes the likeliest token of each row, the lowest of equally likely ones.
-
-        Returns:
-            The carried values, and the cache.
-        """
+        """Takes the likeliest token of each row, the lowest of equally likely ones."""
         step, ended = self.step, given["ended"]
         last = step.op("Gather", [logits, step.of(-1, flat=False)], {"axis": 1})
         last = self._allowed(last, given["tokens"])

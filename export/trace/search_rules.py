@@ -34,14 +34,7 @@ class History:
 
 @dataclass(frozen=True)
 class Rules:
-    """Rules that forbid tokens or change their values.
-
-    Attributes:
-        step: Takes the nodes.
-        options: The generation defaults.
-        ends: Ids that end an output.
-        size: Ids of the vocabulary.
-    """
+    """Rules that forbid tokens or change their values, as nodes of a step."""
 
     step: Tape
     options: GenerationOptions

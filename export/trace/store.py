@@ -57,10 +57,7 @@ def write_graphs(
 def store(tensor: ir.TensorProtocol, file: BinaryIO, places: Places) -> ir.ExternalTensor:
     """Appends a tensor unless its bytes are stored already; returns the reference to it.
 
-    Args:
-        tensor: The tensor.
-        file: File of weights, in the folder of the graphs that will refer to it.
-        places: Tensors in the file; receives the new one.
+    The file is in the folder of the graphs that will refer to it; `places` receives the tensor.
     """
     data = tensor.tobytes()
     key = (tensor.dtype, hashlib.sha256(data).digest())
