@@ -26,7 +26,13 @@ from transferry.build_model.importing.huggingface.decoders.llama import (
 from transferry.build_model.importing.huggingface.encoder_decoder import LAYERS
 from transferry.build_model.importing.huggingface.folder import Settings
 from transferry.build_model.importing.huggingface.heads import generating, scored
-from transferry.build_model.importing.huggingface.rope import FULL, SLIDING, RotaryKeys, read_rotary
+from transferry.build_model.importing.huggingface.rope import (
+    FULL,
+    SLIDING,
+    RotaryKeys,
+    read_rotary,
+    require_plain_scaling,
+)
 from transferry.build_model.importing.huggingface.tables import (
     ACTIVATIONS,
     BUFFER,
@@ -152,6 +158,7 @@ def _near_rates(
     config: Settings, fields: dict[str, Any], base: float, base_key: str
 ) -> tuple[float, ...]:
     """Returns the rates of layers with a window, which rope_parameters lists apart."""
+    require_plain_scaling(config)
     parameters = config.get("rope_parameters")
     nested = isinstance(parameters, dict) and isinstance(parameters.get(SLIDING), dict)
     if parameters and not nested:  # transformers ignores those
@@ -446,6 +453,8 @@ ONLY: dict[str, dict[str, tuple[Any, ...]]] = {
     "stablelm": {"qk_layernorm": (False,)},
     **{kind: {"use_bidirectional_attention": (False,)} for kind in ("gemma", "gemma2")},
     "olmo": {"clip_qkv": (None,)},
+    # transformers 5 gives another base outside of rope_parameters to a part of the layers.
+    "olmo3": {"rope_theta": (500_000.0, 500_000)},
 }
 FAMILIES = {
     kind: Family(

@@ -210,6 +210,7 @@ def _t5_shape(config: Settings, names: set[str]) -> ModelConfig:
         config.refuse(name, distance, f"more than half of the {buckets} buckets")
     # T5 1.1 does not scale its output, as the file's tie_word_embeddings says; mT5 never does.
     scaled = config.flag("tie_word_embeddings", True)
+    scaled = bool(config.unless_null("scale_decoder_outputs", scaled))
     scaled = config.flag("scale_decoder_outputs", scaled) and kind != "mt5"
     return ModelConfig(
         **fields,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from transferry.build_model import checkpoint, checkpoint_folder
+from transferry.build_model.importing.formats.foreign import ADAPTER_CONFIG
 from transferry.build_model.importing.formats.lora import Adapter
 from transferry.build_model.importing.formats.weight_files import without_weights
 from transferry.build_model.importing.formats.writer import tensor_writer
@@ -76,7 +77,7 @@ def read_pretrained(
 
     Args:
         folder: The folder.
-        adapter_folder: Folder of an adapter that PEFT wrote, merged into the weights.
+        adapter_folder: Folder of an adapter of PEFT, to be merged. Default: one beside the model.
         ignored: Settings to leave out though they may change answers.
         scores: Tokens whose logits score a pair, to import a decoder as a reranker.
 
@@ -89,13 +90,13 @@ def read_pretrained(
     if is_bundle(folder) or is_checkpoint(folder):
         expected = "a folder of Hugging Face or Marian"
         raise InputError(f"{folder}: expected {expected}, {found_at(folder)}")
-    adapter = Adapter(adapter_folder) if adapter_folder is not None else None
     if not (folder / CONFIG).exists() and any(folder.glob("*.npz")):
-        require(adapter is None, "--adapter", f"left out for {folder}", adapter_folder)
+        require(adapter_folder is None, "--adapter", f"left out for {folder}", adapter_folder)
         require(not ignored, "--ignore-setting", f"left out for {folder}", ", ".join(ignored))
         return read_marian(folder)
     left = frozenset(ignored)
     pretrained, sentence = _modules(folder, left, scores)
+    adapter = _adapter(pretrained.folder, adapter_folder)
     kind = _model_type(pretrained.config, sentence)
     family, shape, head = _shape(FAMILIES[kind], pretrained, sentence)
     pretrained.lower = sentence is not None and sentence.lower
@@ -126,6 +127,18 @@ def read_pretrained(
     unused = _without_effect(folder, pretrained, sentence, shape, left)
     found = (kind, shape, weights, tokenizer, generation, left_out)
     return Imported(*found, notes, unused, head)
+
+
+def _adapter(folder: Path, given: Path | None) -> Adapter | None:
+    """Opens an adapter; one beside the model is merged unasked, as transformers does."""
+    if not (folder / ADAPTER_CONFIG).exists():
+        return Adapter(given) if given is not None else None
+    if given is not None and given.resolve() != folder.resolve():
+        raise InputError(
+            f"{folder}: expected one adapter, found {ADAPTER_CONFIG} there beside --adapter "
+            f"{given}; move the one that is not meant"
+        )
+    return Adapter(folder)
 
 
 def _modules(

@@ -117,6 +117,17 @@ def read_rotary(
         ) from error
 
 
+def require_plain_scaling(config: Settings) -> None:
+    """Refuses a rope_scaling that transformers reads in part, where layers turn differently."""
+    found = config.get("rope_scaling")
+    if (
+        isinstance(found, dict)
+        and found
+        and ("rope_type" not in found or config.get("rope_parameters"))
+    ):
+        config.refuse("rope_scaling", found, "an object with rope_type, without rope_parameters")
+
+
 def _kind(found: Settings, keys: RotaryKeys) -> str:
     """Returns the kind of scaling, under its newer name."""
     kind = found.get("rope_type", found.get("type", "default"))

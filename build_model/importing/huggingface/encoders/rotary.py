@@ -15,6 +15,7 @@ from transferry.build_model.importing.huggingface.rope import (
     Rotary,
     RotaryKeys,
     read_rotary,
+    require_plain_scaling,
 )
 from transferry.build_model.importing.huggingface.tables import (
     ACTIVATIONS,
@@ -50,6 +51,7 @@ def modernbert_shape(config: Settings, names: set[str]) -> ModelConfig:
     every = max(1, config.whole("global_attn_every_n_layers", 3))
     sliding = layer_types(config, layers, [each % every != 0 for each in range(layers)])
     window, d_head = config.whole("local_attention", 128) // 2 + 1, head_width(fields)
+    require_plain_scaling(config)
     near = read_rotary(config, d_head, longest, RotaryKeys(base_key="local_rope_theta"), SLIDING)
     far = read_rotary(config, d_head, longest, RotaryKeys(160000.0, "global_rope_theta"))
     if near.scale != 1.0:

@@ -52,8 +52,9 @@ SYNONYMS = (
     *("PreTrainedTokenizer", "PythonBackend", "BloomTokenizer", "MT5Tokenizer"),
     *("ElectraTokenizer", "BartTokenizer"),
 )
-# Classes that put a language around a text, which `vocabularies` does itself.
+# Classes that put a language around a text, which `vocabularies` does itself for these types.
 OF_LANGUAGES = ("MBartTokenizer", "MBart50Tokenizer", "NllbTokenizer")
+WITH_LANGUAGES = ("m2m_100", "mbart")
 # Files that can become a tokenizer.json.
 TABLES = ("*.model", "vocab.*", "merges.txt")
 # Settings with an effect in every class.
@@ -191,7 +192,7 @@ def _made(pretrained: PretrainedFolder, content: bytes | None, origin: str) -> F
     if name != AS_IT_IS:
         made.no_truncation()
         made.no_padding()
-    if name in OF_LANGUAGES:
+    if name in OF_LANGUAGES and pretrained.config.get("model_type") in WITH_LANGUAGES:
         end = str(theirs.eos_token)
         made.post_processor = processors.TemplateProcessing(
             single=f"$A {end}", pair=f"$A $B {end}", special_tokens=[(end, made.token_to_id(end))]

@@ -19,7 +19,7 @@ from tests.commands import done
 from transferry.build_model.checkpoint import load_checkpoint
 from transferry.build_model.importing.formats.lora import Adapter
 from transferry.build_model.importing.huggingface.folder import PretrainedFolder
-from transferry.build_model.importing.huggingface.importer import FAMILIES
+from transferry.build_model.importing.huggingface.importer import FAMILIES, read_pretrained
 from transferry.build_model.importing.huggingface.weights import Converted, adapted, convert_weights
 from transferry.runtime.errors import InputError
 
@@ -270,3 +270,9 @@ def test_the_command_tells_what_it_merged(tmp_path: Path) -> None:
     wanted = converted("llama", tmp_path / "base", adapter).state[OURS]
     assert torch.equal(load_checkpoint(tmp_path / "run").model.state_dict()[OURS], wanted)
     assert "adapter" in (tmp_path / "run" / "settings.toml").read_text()
+
+    save_adapter(tmp_path / "base", tensors)  # beside the model, as transformers looks for one
+    done("import", tmp_path / "base", "--out", tmp_path / "inside")
+    assert torch.equal(load_checkpoint(tmp_path / "inside").model.state_dict()[OURS], wanted)
+    with pytest.raises(InputError, match=r"one adapter, found adapter_config\.json there"):
+        read_pretrained(tmp_path / "base", adapter)

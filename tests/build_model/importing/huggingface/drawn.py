@@ -328,9 +328,10 @@ TYPES: dict[str, tuple[str, Callable[[Draw], dict[str, Any]]]] = {
     "umt5": ("UMT5ForConditionalGeneration", t5),
     **ENCODERS,
 }
+NOT_ROTARY = ("gpt2", "opt", "marian", "bart", "mbart", "pegasus", "m2m_100", "t5", "mt5", "umt5")
 ROTARY = (
-    *("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "olmo2", "smollm3"),
-    "gpt_neox",
+    *(kind for kind in TYPES if kind not in (*NOT_ROTARY, *ENCODERS)),
+    *("modernbert", "nomic_bert", "gte", "jina_embeddings_v3", "eurobert"),
 )
 AFTER_PADDING = {"m2m_100", "mpnet", *LIKE_ROBERTA}
 

@@ -6,6 +6,7 @@ Configurations are drawn: one of each in `make test`, two in `make test-all`, mo
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from tests.build_model.importing.huggingface.drawn import (
     require_same_logits,
     transformers,
 )
-from tests.build_model.importing.huggingface.encoder_types import LIKE_OTHERS
+from tests.build_model.importing.huggingface.encoder_types import LIKE_OTHERS, rope
 from transferry.build_model.importing.huggingface.folder import CONFIG, Settings
 from transferry.build_model.importing.huggingface.importer import FAMILIES
 from transferry.build_model.importing.huggingface.rope import read_rotary
@@ -87,7 +88,7 @@ NOT_DRAWN = (
 )
 # The error of transformers for an unsupported value.
 ILLEGAL = (
-    *(ValueError, TypeError, RuntimeError, IndexError, KeyError, AttributeError),
+    *(ValueError, TypeError, RuntimeError, LookupError, AttributeError, ArithmeticError),
     StrictDataclassError,
 )
 
@@ -156,7 +157,7 @@ NO_SIZES = (
 @pytest.mark.parametrize(("kind", "seed"), OF_KEYS)
 @torch.inference_mode()
 def test_an_absent_key_has_their_default(kind: str, seed: int, tmp_path: Path) -> None:
-    """As in files of older versions, and of others."""
+    """As in files of older versions, and of others; null has it too, or one of its own."""
     name, _ = TYPES[kind]
     written = getattr(transformers, name).config_class().to_dict()
     keys = [
@@ -165,15 +166,18 @@ def test_an_absent_key_has_their_default(kind: str, seed: int, tmp_path: Path) -
         if (type(value) in (bool, float, str) or key in NO_SIZES) and key not in NOT_DRAWN
     ]
     keys = sorted({*keys} - {"model_type", "transformers_version", "is_encoder_decoder"})
-    drawn = Drawn(kind, seed, tmp_path / "before")
-    for key in Draw(f"absent {kind} {seed}").sample(keys, 1 + len(SEEDS)):
+    drawn, draw = Drawn(kind, seed, tmp_path / "before"), Draw(f"absent {kind} {seed}")
+    for key in draw.sample(keys, 1 + len(SEEDS)):
         change: dict[str, Any] = {key: None if isinstance(written[key], list) else written[key]}
         if not is_legal(name, drawn.config, change):
             continue
+        rewrite = draw.choice([without, nulled])(key)
         try:
-            changed = Drawn(kind, seed, tmp_path / key, rewrite=without(key), **change)
+            changed = Drawn(kind, seed, tmp_path / key, rewrite=rewrite, **change)
         except InputError as error:
             assert key in str(error) or "tensor" in str(error), key
+        except ILLEGAL:  # of transformers, for a null
+            continue
         else:
             require_same_logits(changed.ours, changed.theirs)
 
@@ -185,38 +189,77 @@ def without(key: str) -> Callable[[dict[str, Any]], None]:
     return rewrite
 
 
-def in_older_words(record: dict[str, Any]) -> None:
-    """Writes rotary positions as versions before 5 did."""
-    found, neox = record.pop("rope_parameters"), record["model_type"] == "gpt_neox"
-    outer = {
-        "rope_theta": "rotary_emb_base" if neox else "rope_theta",
-        "partial_rotary_factor": "rotary_pct" if neox else "partial_rotary_factor",
-    }
-    record |= {name: found.pop(key) for key, name in outer.items() if key in found}
-    kind = found.pop("rope_type")
-    if kind != "default":
-        record["rope_scaling"] = {"type": kind, **found}
-    # Names of other types, which transformers does not read.
-    record |= {"rope_theta": 7.0, "partial_rotary_factor": 0.1} if neox else {"rotary_pct": 0.1}
+def nulled(key: str) -> Callable[[dict[str, Any]], None]:
+    return lambda record: record.update({key: None})
+
+
+# Settings of rotary positions outside of rope_parameters, with values; by type, else `rope_theta`.
+THETA: dict[str, Any] = {"rope_theta": (7.0, 100, 1e6)}
+PARTIAL: dict[str, Any] = {**THETA, "partial_rotary_factor": (0.5, 1.0)}
+OUTSIDE: dict[str, dict[str, Any]] = {
+    "gpt_neox": {"rotary_emb_base": (100, 5e3), "rotary_pct": (0.5, 1.0)},
+    "gemma3_text": {**THETA, "rope_local_base_freq": (50.0, 1000)},
+    "modernbert": {"global_rope_theta": (1e3, 5000), "local_rope_theta": (10.0, 100)},
+    "phi3": {**PARTIAL, "original_max_position_embeddings": (16, 32)},
+    **dict.fromkeys(("phi", "stablelm"), PARTIAL),
+}
+SHARES = ("partial_rotary_factor", "rotary_pct")
+LAYERED = ("gemma3_text", "modernbert", "olmo3")
+WRITTEN = [("rope_parameters",), ("rope_scaling",), ("rope_parameters", "rope_scaling"), ()]
+
+
+def in_any_words(kind: str, draw: Draw) -> Callable[[dict[str, Any]], None]:
+    """Writes rotary positions under their newer name, their older name, both or neither."""
+
+    def drawn() -> dict[str, Any]:
+        found = rope(draw, share=draw.random() < 0.15)
+        if draw.random() < 0.5:
+            del found["rope_theta"]
+        if draw.random() < 0.4:
+            found["type"] = found.pop("rope_type")
+        return found
+
+    def rewrite(record: dict[str, Any]) -> None:
+        outside = OUTSIDE.get(kind, THETA)
+        for name in ("rope_parameters", "rope_scaling", *outside):
+            record.pop(name, None)
+        for name in draw.choice(WRITTEN):
+            layers = ("sliding_attention", "full_attention") if kind in LAYERED else ()
+            apart: Any = draw.random() < 0.5 and {each: drawn() for each in layers}
+            record[name] = apart or draw.choice([None, drawn(), drawn(), drawn()])
+        for name, values in outside.items():
+            if draw.random() < 0.4:
+                record[name] = draw.choice(values)
+        # Names of other types, which transformers does not read.
+        others = PARTIAL if kind == "gpt_neox" else {"rotary_pct": (0.1,)}
+        record |= {name: values[0] for name, values in others.items()}
+
+    return rewrite
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("kind", [kind for kind in ROTARY if not kind.startswith("gemma3")])
+@pytest.mark.parametrize("kind", ROTARY)
 @torch.inference_mode()
-def test_rotary_positions_may_stand_under_older_names(kind: str, seed: int, tmp_path: Path) -> None:
-    drawn = Drawn(kind, seed, tmp_path, rewrite=in_older_words)
-    require_same_logits(drawn.ours, drawn.theirs)
+def test_rotary_positions_may_stand_under_any_name(kind: str, seed: int, tmp_path: Path) -> None:
+    rewrite = in_any_words(kind, Draw(f"words {kind} {seed}"))
+    try:
+        drawn = Drawn(kind, seed, tmp_path, depth=2, rewrite=rewrite)
+    except InputError as error:
+        assert re.search("rope|rotary|factor", str(error))
+    except ILLEGAL:  # of transformers; our errors are InputError alone
+        pass
+    else:
+        require_same_logits(drawn.ours, drawn.theirs)
 
 
 @pytest.mark.parametrize(
-    "kind", ["nomic_bert", *(kind for kind in ROTARY if kind not in ("phi3", "gpt_neox"))]
+    "kind", [each for each in ROTARY if OUTSIDE.get(each, THETA).keys().isdisjoint(SHARES)]
 )
 @torch.inference_mode()
 def test_a_share_that_turns_is_told_where_transformers_turns_all(kind: str, tmp_path: Path) -> None:
     own = {"rope_theta": 100.0, "rope_type": "default", "partial_rotary_factor": 0.5}
     both = {"sliding_attention": own, "full_attention": own}
-    nested = kind.startswith("gemma3")
-    drawn = Drawn(kind, 0, tmp_path, rope_parameters=both if nested else own)
+    drawn = Drawn(kind, 0, tmp_path, rope_parameters=both if kind in LAYERED else own)
     assert "partial_rotary_factor 0.5" in drawn.settings.left
     require_same_logits(drawn.ours, drawn.theirs)
     own |= {"rope_type": "linear", "factor": 2.0}  # transformers scales half of them

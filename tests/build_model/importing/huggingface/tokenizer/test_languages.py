@@ -130,6 +130,14 @@ def test_a_source_is_marked_as_theirs(kind: str, tmp_path: Path) -> None:
     assert texts.encode(["__de__ x <new>"])[0].ids == theirs("__de__ x <new>").input_ids
 
 
+def test_a_text_of_another_type_is_marked_as_theirs(tmp_path: Path) -> None:
+    nllb(tmp_path, src_lang="deu_Latn")
+    Drawn("llama", 0, tmp_path, 480, depth=1)
+    import_pretrained(tmp_path, tmp_path / "run")
+    ours, theirs = load_tokenizer(tmp_path / "run"), transformers.AutoTokenizer.from_pretrained
+    assert ours.special.wrap(ours.encode(TEXTS[0])) == theirs(tmp_path)(TEXTS[0]).input_ids
+
+
 def test_a_language_that_the_folder_lacks_is_refused(tmp_path: Path) -> None:
     imported("NLLB", tmp_path)
     path = tmp_path / "theirs" / "tokenizer_config.json"
