@@ -9,7 +9,7 @@ import pytest
 from tests.commands import call, done
 from tests.fuzz.models import gpt2
 from transferry.build_model.checkpoint import load_checkpoint
-from transferry.build_model.importing.huggingface.card import read_card
+from transferry.build_model.importing.huggingface.importer import read_card
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.card import UNKNOWN, ModelCard
 from transferry.runtime.bundle.manifest import Manifest

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from transferry.build_model.importing.formats.foreign import ADAPTER_CONFIG
-from transferry.build_model.importing.formats.pickled import PickledFile
 from transferry.build_model.importing.formats.tensors import (
     DAMAGED,
     FLOATING,
+    PickledFile,
     SafetensorsFile,
     Tensors,
     meta,

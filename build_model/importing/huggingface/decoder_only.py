@@ -5,21 +5,19 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from transferry.build_model.importing.huggingface.decoders.layer_norm import (
-    OLMO,
-    PHI,
-    STABLELM,
-    STARCODER2,
-    olmo_norms,
-    opt_norms,
-)
 from transferry.build_model.importing.huggingface.decoders.llama import (
     ALL_BIASES,
     LLAMA,
+    OLMO,
+    PHI,
     PRE_NORM,
+    STABLELM,
+    STARCODER2,
     Shape,
     llama_fields,
     llama_shape,
+    olmo_norms,
+    opt_norms,
     rotary_fields,
     windows,
 )

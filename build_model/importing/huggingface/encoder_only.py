@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from transferry.build_model.importing.huggingface.encoders.deberta import (
-    MASKED,
-    deberta_biases,
-    deberta_fields,
-    deberta_table,
-    deberta_v2_table,
-)
+import torch
+from torch import Tensor
+
 from transferry.build_model.importing.huggingface.encoders.rotary import (
     EUROBERT,
     EUROBERT_POOLINGS,
@@ -31,21 +28,24 @@ from transferry.build_model.importing.huggingface.encoders.rotary import (
     nomic_shape,
 )
 from transferry.build_model.importing.huggingface.folder import Settings
-from transferry.build_model.importing.huggingface.heads import classifier
+from transferry.build_model.importing.huggingface.heads import UNITS, classifier
 from transferry.build_model.importing.huggingface.tables import (
     ACTIVATIONS,
     Family,
+    Move,
     NoPlace,
     Table,
     after_padding,
     every_layer,
     first_row_into,
+    heads_of_three,
     masked_fields,
     modules,
     renamed,
     sizes,
 )
 from transferry.build_model.model.config import ModelConfig
+from transferry.build_model.model.parts.disentangled import Convolution, Disentangled
 
 BERT_HEAD = "cls.predictions.bias"
 
@@ -233,10 +233,85 @@ ELECTRA: Table = {
 }
 
 
+# A tensor of the head that the published files of v3 hold, and "legacy": false names.
+MASKED = "lm_predictions.lm_head.bias"
+
+
 def _deberta_v2_shape(config: Settings, names: set[str]) -> ModelConfig:
-    """DeBERTa-v2 and -v3 (He et al. 2021)."""
+    """DeBERTa-v2 and -v3 (He et al. 2021): attention to contents and to positions apart."""
     head = any(name.endswith((BERT_HEAD, MASKED)) for name in names)
-    return ModelConfig(**deberta_fields(config, _bert_fields(config, head=head)))
+    fields = _bert_fields(config, head=head)
+    placed, kinds = config.flag("position_biased_input", True), config.whole("type_vocab_size", 0)
+    if kinds and not placed:
+        config.refuse("type_vocab_size", kinds, "0 where position_biased_input is false")
+    config.get("legacy")  # the tensors decide
+    width, heads = fields["d_model"], max(1, fields["heads"])
+    for name in ("embedding_size", "pooler_hidden_size"):
+        config.only(name, width)
+    config.only("attention_head_size", width // heads)
+    kernel = config.whole("conv_kernel_size", 0)
+    unit, groups = config.choice("conv_act", UNITS, "tanh"), config.whole("conv_groups", 1)
+    relative, kinds = _disentangled(config, fields["max_positions"])
+    own: dict[str, Any] = dict(
+        positions="learned" if placed else "none",
+        norm_epsilon=config.number("layer_norm_eps", 1e-7),
+        attention_divisor=math.sqrt(width // heads * (1 + kinds)),
+        disentangled=relative,
+        convolution=Convolution(kernel, groups, unit) if kernel else None,
+    )
+    return ModelConfig(**fields | own)
+
+
+def _disentangled(config: Settings, longest: int) -> tuple[Disentangled | None, int]:
+    """Returns the relative positions, and how many kinds of their scores divide all scores."""
+    given = config.get("pos_att_type") or []
+    given = given.lower().split("|") if isinstance(given, str) else given
+    if not isinstance(given, list):
+        config.refuse("pos_att_type", given, "c2p, p2c or both")
+    kinds = [kind in [str(each).strip() for each in given] for kind in ("c2p", "p2c")]
+    norms = str(config.get("norm_rel_ebd", "none")).lower().split("|")
+    normed = "layer_norm" in [each.strip() for each in norms]
+    buckets, farthest = (
+        0 if config.get(name) == -1 else config.whole(name, 0)
+        for name in ("position_buckets", "max_relative_positions")
+    )
+    farthest, shared = farthest or longest, config.flag("share_att_key", False)
+    if not config.flag("relative_attention", False):
+        return None, sum(kinds)
+    if not any(kinds):
+        config.refuse("pos_att_type", given, "c2p, p2c or both")
+    span, far = (buckets, farthest) if buckets else (farthest, 0)
+    return Disentangled(span, far, kinds[0], kinds[1], shared, normed), sum(kinds)
+
+
+DEBERTA_V2: Table = {
+    **{name: place for name, place in BERT.items() if ".self." not in name},
+    **modules(
+        *("encoder.layer.#.attention.self", "encoder.#.self_attention"),
+        {
+            "query_proj": "query",
+            "key_proj": "key",
+            "value_proj": "value",
+            "pos_key_proj": "position_key",
+            "pos_query_proj": "position_query",
+        },
+    ),
+    "embeddings.position_embeddings.weight": Move(("positions",), what="unused positions"),
+    "embeddings.token_type_embeddings.weight": replace(
+        first_row_into("token types", "positions"), optional=True
+    ),
+    "encoder.rel_embeddings.weight": "relative_embedding.weight",
+    "encoder.LayerNorm.*": Move(("relative_norm.*",), what="unused norm"),
+    "encoder.conv.conv.*": "encoder.0.convolution.*",
+    "encoder.conv.LayerNorm.*": "encoder.0.convolution_norm.*",
+    "lm_predictions.lm_head.dense.*": "output_transform.linear.*",
+    "lm_predictions.lm_head.LayerNorm.*": "output_transform.norm.*",
+    MASKED: "output_bias",
+    **{
+        f"mask_predictions.{name}.*": NoPlace("replaced token head")
+        for name in ("dense", "LayerNorm", "classifier")
+    },
+}
 
 
 def _deberta_shape(config: Settings, names: set[str]) -> ModelConfig:
@@ -246,7 +321,28 @@ def _deberta_shape(config: Settings, names: set[str]) -> ModelConfig:
     return _deberta_v2_shape(config, names)
 
 
-DEBERTA_V2 = deberta_v2_table(BERT)
+_OWN, _QUERY = "encoder.layer.#.attention.self", "encoder.#.self_attention"
+DEBERTA: Table = {
+    **{name: place for name, place in DEBERTA_V2.items() if not name.startswith(_OWN)},
+    f"{_OWN}.in_proj.weight": heads_of_three(
+        *(f"{_QUERY}.{name}.weight" for name in ("query", "key", "value"))
+    ),
+    f"{_OWN}.q_bias": f"{_QUERY}.query.bias",
+    f"{_OWN}.v_bias": f"{_QUERY}.value.bias",
+    f"{_OWN}.pos_proj.weight": f"{_QUERY}.position_key.weight",
+    f"{_OWN}.pos_q_proj.*": f"{_QUERY}.position_query.*",
+}
+
+
+def _deberta_biases(config: ModelConfig) -> dict[str, Tensor]:
+    """Biases of keys, which it lacks."""
+    own = config.disentangled
+    names = ["key", *["position_key"] * (own is not None and own.content_to_position)]
+    return {
+        f"encoder.{layer}.self_attention.{name}.bias": torch.zeros(config.d_model)
+        for layer in range(config.encoder_layers)
+        for name in names
+    }
 
 
 def _albert_shape(config: Settings, names: set[str]) -> ModelConfig:
@@ -306,7 +402,7 @@ Rows = list[tuple[str, str, Callable[[Settings, set[str]], ModelConfig], Table, 
 # Types that tell segments apart, with BERT's head of classification where `HEADS` has no other.
 SEGMENTED: Rows = [
     ("deberta-v2", "DeBERTa-v2 and -v3", _deberta_v2_shape, DEBERTA_V2, "deberta."),
-    ("deberta", "DeBERTa", _deberta_shape, deberta_table(DEBERTA_V2), "deberta."),
+    ("deberta", "DeBERTa", _deberta_shape, DEBERTA, "deberta."),
     ("albert", "ALBERT", _albert_shape, ALBERT, "albert."),
     ("bert", "BERT", _bert_shape, BERT, "bert."),
     ("ernie", "ERNIE", _ernie_shape, ERNIE, "ernie."),
@@ -336,7 +432,7 @@ ALIKE: Rows = [
     ("jina_embeddings_v3", "jina-embeddings-v3", jina_shape, POST_NORM, "roberta."),
     ("eurobert", "EuroBERT", eurobert_shape, EUROBERT, "model."),
 ]
-COMPUTED = {"deberta": deberta_biases, "gte": gte_computes, "new": gte_computes}
+COMPUTED = {"deberta": _deberta_biases, "gte": gte_computes, "new": gte_computes}
 DEFAULTS: dict[str, dict[str, Any]] = {
     **{kind: {"type_vocab_size": 0} for kind in ("deberta-v2", "deberta")},
     "albert": {"hidden_act": "gelu_new"},

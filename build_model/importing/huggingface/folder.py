@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from transferry.build_model.importing.formats.foreign import instead
-from transferry.build_model.importing.formats.tensors import DAMAGED, Tensors
-from transferry.build_model.importing.formats.weight_files import open_weights
+from transferry.build_model.importing.formats.tensors import DAMAGED, Tensors, open_weights
 from transferry.runtime.errors import InputError
 from transferry.runtime.io.documents import MOST_JSON, read_document
 from transferry.runtime.io.whole import read_bytes

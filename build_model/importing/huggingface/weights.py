@@ -15,8 +15,7 @@ from torch import Tensor
 
 from transferry.build_model.checkpoint import STORED, is_finite
 from transferry.build_model.importing.formats.lora import AdaptedTensors, Adapter
-from transferry.build_model.importing.formats.tensors import FLOATING, Tensors, meta
-from transferry.build_model.importing.formats.writer import TensorWriter
+from transferry.build_model.importing.formats.tensors import FLOATING, Tensors, TensorWriter, meta
 from transferry.build_model.importing.huggingface.tables import (
     BUFFER,
     SHARED,

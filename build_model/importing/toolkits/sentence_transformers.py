@@ -14,8 +14,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from transferry.build_model.importing.formats.tensors import Tensors
-from transferry.build_model.importing.formats.weight_files import open_weights
+from transferry.build_model.importing.formats.tensors import Tensors, open_weights
 from transferry.build_model.importing.huggingface.folder import CONFIG, REMEDY, Settings
 from transferry.build_model.importing.huggingface.heads import RANKS
 from transferry.build_model.importing.huggingface.settings_table import MODULE, READING, SENTENCE

@@ -14,11 +14,14 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from transferry.build_model.importing.formats import pickled
-from transferry.build_model.importing.formats.pickled import PickledFile
-from transferry.build_model.importing.formats.tensors import SafetensorsFile, Tensors
-from transferry.build_model.importing.formats.weight_files import open_weights
-from transferry.build_model.importing.formats.writer import tensor_writer
+from transferry.build_model.importing.formats import tensors
+from transferry.build_model.importing.formats.tensors import (
+    PickledFile,
+    SafetensorsFile,
+    Tensors,
+    open_weights,
+    tensor_writer,
+)
 from transferry.build_model.importing.huggingface.folder import PretrainedFolder
 from transferry.build_model.importing.huggingface.importer import read_pretrained
 from transferry.runtime.errors import InputError
@@ -92,12 +95,12 @@ def test_the_pages_of_a_large_file_are_let_go(
     torch.save(STATE, tmp_path / "x.bin")
     opened: list[Path] = []
 
-    def load(path: Path, load: Callable[[Path], Any] = pickled._load) -> Any:
+    def load(path: Path, load: Callable[[Path], Any] = tensors._load) -> Any:
         opened.append(path)
         return load(path)
 
-    monkeypatch.setattr(pickled, "_load", load)
-    monkeypatch.setattr(pickled, "_KEPT_BYTES", 20)
+    monkeypatch.setattr(tensors, "_load", load)
+    monkeypatch.setattr(tensors, "_KEPT_BYTES", 20)
     require_same(PickledFile(tmp_path / "x.bin"), STATE)
     assert 3 <= len(opened) < len(STATE) + 2
 

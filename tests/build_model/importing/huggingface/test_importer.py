@@ -249,7 +249,7 @@ def test_nothing_is_half_written(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(
-        "transferry.build_model.importing.formats.writer.TensorWriter.__setitem__", full
+        "transferry.build_model.importing.formats.tensors.TensorWriter.__setitem__", full
     )
     with pytest.raises(InputError, match="No space left on device; nothing was written"):
         import_pretrained(made("gpt2").folder, tmp_path / "run")
