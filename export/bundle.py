@@ -37,7 +37,6 @@ from transferry.export.verify import Done, Request, verify_against
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.manifest import MANIFEST, Manifest
 from transferry.runtime.bundle.specs import PORTABLE, REFERENCE, Variant
-from transferry.runtime.decoding.generation_options import options_of_json
 from transferry.runtime.errors import LOG, ParityError
 from transferry.runtime.io.atomic import atomic_file
 from transferry.runtime.io.folders import replace_folder, staged_folder
@@ -324,8 +323,7 @@ class _Making:
         oracle = Oracle.of(
             model, special, Tolerance(), precision=precision, calibration=calibration
         )
-        options = options_of_json(self.checkpoint.generation)
-        return oracle.record(sources, recorded_length(model), options)
+        return oracle.record(sources, recorded_length(model), self.checkpoint.generation)
 
 
 def calibrated(checkpoint: Checkpoint, texts: Sequence[str]) -> Calibration:

@@ -89,12 +89,12 @@ def check_fields(config: Any) -> None:
         check_value(name, getattr(config, name), kind)
 
 
-def check_value(name: str, value: object, kind: Any) -> None:
-    """Raises UsageError for a value of another type than `kind`, or outside its range."""
+def check_value(name: str, value: object, kind: Any) -> Any:
+    """Returns a value as `kind`; raises UsageError for another type, or outside its range."""
     # A numpy float64 is a float, but unknown to msgspec.
     plain = float(value) if isinstance(value, float) else value
     try:
-        msgspec.convert(plain, kind, strict=True)
+        return msgspec.convert(plain, kind, strict=True)
     except msgspec.ValidationError as error:
         expected = _expected(plain, kind)
         raise UsageError(Option(name), f" must be {expected}, found {shown(value)}") from error

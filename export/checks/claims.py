@@ -30,7 +30,6 @@ from transferry.runtime.bundle.specs import Variant
 from transferry.runtime.decoding.generation_options import (
     GenerationOptions,
     generation_options,
-    options_of_json,
 )
 from transferry.runtime.decoding.search import search
 from transferry.runtime.errors import InputError, TransferryError, UsageError
@@ -76,7 +75,7 @@ def default_generation(checkpoint: Checkpoint) -> dict[str, Any]:
         InputError: The checkpoint has settings outside of generation, or out of range.
     """
     longest = min(MAX_LENGTH, checkpoint.model.config.max_positions)
-    values = {"max_length": longest, **options_of_json(checkpoint.generation)}
+    values = {"max_length": longest, **checkpoint.generation}
     try:
         generation_options(values)
     except UsageError as error:
@@ -159,7 +158,7 @@ def _hollow(reference: Reference, oracle: Oracle, generation: Mapping[str, Any])
         given = config, reference.sources, longest
         wanted = GenerationOptions(**search_settings(item.name, generation, *given))
         try:
-            options = generation_options(options_of_json(item.options))
+            options = generation_options(item.options)
         except UsageError as error:
             yield f"{item.name}: {error}"
             continue
@@ -255,7 +254,7 @@ def _search_problem(item: RecordedSearch, sources: Sequence[Sequence[int]], orac
     """Describes the first answer that is neither torch's nor tied with it, or a wrong score."""
     special = oracle.special
     try:
-        options = generation_options(options_of_json(item.options))
+        options = generation_options(item.options)
         answers = search(oracle.reference, sources, options, special)
     except TransferryError as error:
         return f"{item.name}: {error}"

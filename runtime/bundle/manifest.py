@@ -20,7 +20,7 @@ from transferry.runtime.bundle.specs import (
     TensorSpec,
     Variant,
 )
-from transferry.runtime.decoding.generation_options import generation_options, options_of_json
+from transferry.runtime.decoding.generation_options import generation_options
 from transferry.runtime.errors import InputError, UsageError, install_command
 from transferry.runtime.io.documents import checked, parse_document
 from transferry.runtime.io.sealed_folder import FileRecord, Name, RelativePath
@@ -131,10 +131,10 @@ class Manifest:
         if problem := _problem(manifest):
             raise InputError(f"{origin}: {problem}; {REMEDY}")
         try:
-            generation = options_of_json(manifest.generation)
-            generation_options(generation)
+            options = generation_options(manifest.generation)
         except UsageError as error:
             raise InputError(f"{origin}: generation: {error}; {REMEDY}") from error
+        generation = {name: getattr(options, name) for name in manifest.generation}
         return replace(manifest, generation=generation)
 
 

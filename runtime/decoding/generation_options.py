@@ -10,7 +10,6 @@ from transferry.runtime.errors import Option, UsageError, require
 from transferry.runtime.settings import (
     MOST,
     Whole,
-    check_fields,
     check_value,
     field_types,
     hint,
@@ -138,7 +137,11 @@ class GenerationOptions:
         for token in self.suppress if isinstance(self.suppress, tuple) else ():
             holds = type(token) is int and 0 <= token <= MOST
             require(holds, "suppress", "ids of at least 0", shown(token).strip("'"))
-        check_fields(self)
+        for name, kind in field_types(GenerationOptions).items():
+            given = getattr(self, name)
+            if isinstance(value := check_value(name, given, kind), tuple):
+                require(_tuples(given) == value, name, "a list", shown(given))  # a set has no order
+                object.__setattr__(self, name, value)
         for name in _FROM_1:
             require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
         for name in _FROM_0:
@@ -200,7 +203,7 @@ class GenerationOptions:
 def generation_options(
     values: Mapping[str, Any], default: GenerationOptions | None = None
 ) -> GenerationOptions:
-    """Returns options with these fields, as tuples or, from JSON, as lists.
+    """Returns options with these fields.
 
     The other fields come from `default`, unless `values` rule them out: options of sampling for
     beams or with sampling turned off, beams for sampling, n_best for fewer beams, least lengths for
@@ -210,7 +213,6 @@ def generation_options(
         UsageError: A field is unknown or has another type, or the fields conflict.
     """
     check_generation(values)
-    values = options_of_json(values)
     if default is None:
         return replace(GenerationOptions(), **values)
     ruled_out: dict[str, Any] = {}
@@ -250,7 +252,8 @@ def suppressing(
             # The text itself, and after a blank.
             sequences |= dict.fromkeys(tuple(encode(each)) for each in (text, f" {text}"))
     single = (ids[0] for ids in sequences if len(ids) == 1)
-    given = tuple(values.get("suppress_sequences", default.suppress_sequences))
+    given = values.get("suppress_sequences", default.suppress_sequences)
+    check_value("suppress_sequences", given, field_types(GenerationOptions)["suppress_sequences"])
     ids = (item for item in suppress if not isinstance(item, str))
     return {
         **values,
@@ -293,10 +296,5 @@ def check_generation(values: Mapping[str, Any]) -> None:
         check_value(name, value, known[name])
 
 
-def options_of_json(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns fields of GenerationOptions from JSON, which has lists instead of tuples."""
-    return {name: _tuples(value) for name, value in values.items()}
-
-
 def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+    return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value

@@ -87,6 +87,7 @@ class OpenBundle:
         """
         check_value("replicas", replicas, Few)
         require(replicas >= 1, "replicas", "at least 1", replicas)
+        _require_type("batches", batches, BatchOptions | None)
         self.bundle = bundle
         self.models: Sequence[ServedModel] = models
         self.replicas = replicas
@@ -155,6 +156,8 @@ class OpenBundle:
         if trusted_key and not require_certificate:
             raise UsageError("--trusted-key has no effect without --require-certificate")
         least = "checkpoint" if require_certificate is True else require_certificate or None
+        _require_type("options", options, SessionOptions | None)
+        _require_type("variant", variant, str | None)
         strength = cast("Strength | None", FORMER.get(str(least), least))
         if strength is not None and strength not in STRENGTHS:
             expected = ", ".join(STRENGTHS)
@@ -268,9 +271,8 @@ class OpenBundle:
         Raises:
             UsageError: A field is unknown or has another type, or the fields conflict.
         """
+        _require_type("options", options, GenerationOptions | None)
         default = self.default_options() if options is None else options
-        if not isinstance(default, GenerationOptions):
-            raise UsageError(f"options must be GenerationOptions, found {shown(default)}")
         if "progress" in named:
             raise UsageError("generation has no progress; write Engine(..., progress=True)")
         encode = self.bundle.tokenizer.encode_target
@@ -409,6 +411,11 @@ class OpenBundle:
         for answer in found:
             self.bundle.files.require_unchanged()
             yield answer
+
+
+def _require_type(name: str, value: object, kind: Any) -> None:
+    if not isinstance(value, kind):
+        raise UsageError(f"{name} must be {kind.__args__[0].__name__}, found {shown(value)}")
 
 
 def _nothing(ahead: int) -> None:

@@ -211,7 +211,7 @@ class Results(Iterator[Answer]):
 
     def __init__(self, answers: Iterator[Answer]) -> None:
         self._answers = answers
-        self._reading = threading.Lock()  # a cancelled `async for` leaves a thread behind
+        self._reading = threading.RLock()  # a cancelled `async for` leaves a thread behind
 
     def __next__(self) -> Answer:
         with self._reading:

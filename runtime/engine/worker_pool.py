@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 from transferry.runtime.decoding.batching import BatchOptions, fitting, windows
 from transferry.runtime.engine.preprocess import Row, WorkItem
-from transferry.runtime.errors import InputError
+from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.stopping import held
 
 Input = TypeVar("Input")
@@ -55,7 +56,7 @@ class WorkQueue(Generic[Row, Answer]):
         self._tokens, self._workers = tokens, workers
         self.stopped = self._closed = False
         self._error: BaseException | None = None
-        self._reader = threading.current_thread()
+        self._reader, self._process = threading.current_thread(), os.getpid()
         # Changes to the waiting items; only the replica that holds the lock makes them.
         self._changes: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._waiting: deque[WorkItem[Row]] = deque()
@@ -174,6 +175,10 @@ class WorkQueue(Generic[Row, Answer]):
             while row not in self._answers:
                 if self._error is not None:
                     raise self._error
+                if os.getpid() != self._process:  # a fork copies no thread
+                    raise UsageError(
+                        "the results were begun before this process was forked; ask for them here"
+                    )
                 with suppress(Empty):  # on Windows a wait without an end cannot be interrupted
                     self._woken.get(timeout=CHECK_SECONDS)
                 if row not in self._answers:

@@ -25,7 +25,6 @@ from transferry.runtime.decoding.decoder import ObservableDecoder, ObservableEnc
 from transferry.runtime.decoding.generation_options import (
     GenerationOptions,
     generation_options,
-    options_of_json,
 )
 from transferry.runtime.decoding.hypothesis import Hypothesis
 from transferry.runtime.decoding.search import search
@@ -90,7 +89,7 @@ class RecordedSearch:
 
     def hypotheses(self, special: SpecialTokens) -> list[list[Hypothesis]]:
         """Returns the recorded answers with the oracle's scores, best first."""
-        longest = generation_options(options_of_json(self.options)).max_length
+        longest = generation_options(self.options).max_length
         ends = self.ends or [
             [special.eos_id if len(tokens) < longest else None for tokens in row]
             for row in self.answers
@@ -280,7 +279,7 @@ class _Replay:
                 item.exact,
                 reasons=False,  # not recorded
             )
-            options = generation_options(options_of_json(item.options))
+            options = generation_options(item.options)
             times = -(-self.batch_rows // (max(1, len(sources)) * options.beam))
             rows = [*range(len(sources))] * max(1, times)
             found = self._search(rows, options)
@@ -291,7 +290,7 @@ class _Replay:
             if one is not None and item.name == one.search:
                 yield self._in_one_graph(one, expected, options, self._explain)
         if one is not None and one.search not in [item.name for item in searches] and searches:
-            options = generation_options(options_of_json(searches[0].options))
+            options = generation_options(searches[0].options)
             options = replace(options, beam=one.beam, n_best=one.beam)
             wanted = self._search(range(len(sources)), options)
             expected = ExpectedAnswers(range(len(wanted)), sources, wanted)
@@ -399,7 +398,7 @@ def vectors(bundle: Bundle) -> Iterator[dict[str, Any]]:
             vector[name] = [float(f"{value:.7g}") for value in found[name].ravel()[:8]]
         if not isinstance(model, ObservableEncoder):
             for item in reference.searches[:1]:
-                options = generation_options(options_of_json(item.options))
+                options = generation_options(item.options)
                 if not model.has_encoder:
                     options = replace(options, max_length=min(options.max_length, room))
                 tokens = search(model, [ids], options, special)[0][0].tokens

@@ -145,7 +145,7 @@ class SpecialTokens:
     def language(self, name: str) -> int:
         """Returns the id of a language; raises UsageError for an unknown one."""
         self.require_languages(f"language {shown(name)}")
-        if name not in self.languages:
+        if not isinstance(name, str) or name not in self.languages:
             raise UsageError(
                 f"there is no language {shown(name)}; the bundle's tokenizer has "
                 f"{', '.join(self.languages)}"

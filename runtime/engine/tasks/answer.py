@@ -21,12 +21,11 @@ from transferry.runtime.engine.tasks.heads import (
     HeadTask,
     Pair,
     PairOptions,
-    head_of,
     probabilities,
 )
 from transferry.runtime.engine.tasks.task import Bounds, Difference, Layout, TopOptions, columns
 from transferry.runtime.errors import Option, UsageError, require
-from transferry.runtime.settings import Count, Whole, check_value
+from transferry.runtime.settings import Count, Whole
 from transferry.runtime.tokenizer.special_tokens import TextError
 
 if TYPE_CHECKING:
@@ -169,11 +168,16 @@ def answer(
     """
     if long_rows != "error":
         raise UsageError(Option("long_rows"), f" {NO_CUTS}")
-    call = _Call(engine, max_seq_len, doc_stride)
-    call.top, call.longest_answer = 1 if top is None else top, max_answer_len
-    check_value("top", call.top, Count)
-    check_value("max_answer_len", max_answer_len, Count)
-    call.or_none = handle_impossible_answer
+    call = _Call(
+        engine,
+        AnswerOptions(
+            top=top,
+            max_answer_len=max_answer_len,
+            handle_impossible_answer=handle_impossible_answer,
+            doc_stride=doc_stride,
+            max_seq_len=max_seq_len,
+        ),
+    )
     windows = call.windows(checked_pairs(pairs, both=True))
     found = engine.map(windows, call.prepare, call.compute, engine.encoders, key=_key)
     return Results(call.joined(found))
@@ -218,24 +222,21 @@ class _Found(RowResult):
 
 class _Call(EncoderCall):
     task, kind = Answer.name, _Found
-    top = 1
-    longest_answer = 15
-    or_none = False
 
-    def __init__(self, engine: OpenBundle, window: int | None, shared: int | None) -> None:
-        head_of(engine, self.task)
-        super().__init__(engine, "error")
+    def __init__(self, engine: OpenBundle, options: AnswerOptions) -> None:
+        super().__init__(engine, options)
+        self.top, self.longest_answer = options.top or 1, options.max_answer_len
+        self.or_none = options.handle_impossible_answer
         self.tokenizer = engine.bundle.tokenizer
         self.tokenizer.places("a")  # refuses tokenizers that do not tell places
         if not self.special.between:
             raise UsageError("the bundle's tokenizer joins no pairs of texts, as task answer needs")
         most = self.preprocessor.positions
+        window, shared = options.max_seq_len, options.doc_stride
         if window is None:
             window = min(LONGEST_WINDOW, most, self.special.longest or most)
         shared = min(window // 2, SHARED) if shared is None else shared
-        check_value("max_seq_len", window, Count)
         require(window <= most, "max_seq_len", f"at most {most}, the model's positions", window)
-        check_value("doc_stride", shared, Whole)
         require(shared < window, "doc_stride", f"less than the window of {window} tokens", shared)
         self.window, self.shared = window, shared
         # The number of windows and the whole pair of each row whose results are to come.

@@ -17,7 +17,7 @@ from transferry.runtime.engine.tasks.heads import (
     probabilities,
     written,
 )
-from transferry.runtime.engine.tasks.task import Kind, Layout, Page, columns
+from transferry.runtime.engine.tasks.task import Kind, Layout, Page, RowOptions, columns
 
 if TYPE_CHECKING:
     from transferry.runtime.engine.open_bundle import OpenBundle
@@ -112,9 +112,9 @@ def classify(
             first. Default: "truncate" where the bundle has a longest row, else "error".
 
     Raises:
-        UsageError: The bundle has no such head, or `long_rows` is "split".
+        UsageError: The bundle has no such head, or `long_rows` is "split" or unknown.
     """
-    call = _Call(engine, long_rows)
+    call = _Call(engine, RowOptions(long_rows=long_rows))
     return engine.map(checked_texts(rows, pairs=True), call.prepare, call.compute, engine.encoders)
 
 

@@ -27,7 +27,6 @@ from transferry.runtime.engine.tasks.task import (
     columns,
 )
 from transferry.runtime.errors import Option, UsageError
-from transferry.runtime.settings import Count, check_value
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
 
     from transferry.runtime.engine.open_bundle import OpenBundle
     from transferry.runtime.engine.tasks.heads import Scores
+    from transferry.runtime.ort.encoder import EncoderOutput
 
 Pooling = Literal["mean", "first", "last"]
 
@@ -139,7 +139,7 @@ class Embed(Task):
         super().__init__(engine, options, layout)
         self.long_rows = options.long_rows or default_long_rows(engine)
         # Made before the rows are read, so that settings without effect are refused.
-        call = _call(engine, **self.settings, long_rows=self.long_rows)
+        call = _call(engine, options)
         self.width = 0 if isinstance(call, _SparseCall) else call.width
         if call.kind is not EmbeddingResult:
             self.formats = ("parquet", "jsonl")
@@ -224,36 +224,32 @@ def embed(
         UsageError: The bundle is not encoder-only, it has no such prompt, `long_rows` is "split",
             or `top` is given for dense vectors, or another setting without effect.
     """
-    call = _call(engine, pooling, normalise, prompt, top, long_rows)
+    given: dict[str, Any] = {
+        "pooling": pooling,
+        "normalise": normalise,
+        "prompt": prompt,
+        "top": top,
+    }
+    call = _call(engine, EmbedOptions(**given, long_rows=long_rows))
     return engine.map(checked_texts(texts, Asked), call.prepare, call.compute, engine.encoders)
 
 
-def _call(
-    engine: OpenBundle,
-    pooling: Pooling | None,
-    normalise: bool,
-    prompt: str | None,
-    top: int | None,
-    long_rows: LongRows | None,
-) -> _Call:
+def _call(engine: OpenBundle, options: EmbedOptions) -> _Call:
     """Returns a call for the bundle's kind of vectors; raises UsageError as `embed`."""
     _ = engine.encoder  # refuses other architectures
     head = engine.bundle.manifest.head
     kind = "dense" if head is None else head.vectors
     if kind == "tokens":
-        for name, given in (("pooling", pooling), ("normalise", normalise), ("top", top)):
-            if given:
+        for name in ("pooling", "normalise", "top"):
+            if getattr(options, name):
                 told = " has no effect on a vector for each token; leave it out"
                 raise UsageError(Option(name), told)
-        return _TokensCall(engine, prompt, long_rows)
-    check_value("top", top, Count | None)
-    if kind == "sparse" and pooling is None:
-        call = _SparseCall(engine, pooling, normalise, prompt, long_rows)
-        call.top = top
-        return call
-    if top is not None:
+        return _TokensCall(engine, options)
+    if kind == "sparse" and options.pooling is None:
+        return _SparseCall(engine, options)
+    if options.top is not None:
         raise UsageError(Option("top"), " has no effect on dense vectors; leave it out")
-    return _Call(engine, pooling, normalise, prompt, long_rows)
+    return _Call(engine, options)
 
 
 def embedding_width(engine: OpenBundle, pooling: Pooling | None) -> int:
@@ -275,24 +271,19 @@ class _EmbeddedRow(EncodedRow):
 class _Call(EncoderCall):
     task = Embed.name
     kind: type[Any] = EmbeddingResult
+    output: EncoderOutput = "hidden"
 
-    def __init__(
-        self,
-        engine: OpenBundle,
-        pooling: Pooling | None,
-        normalise: bool,
-        prompt: str | None,
-        long_rows: LongRows | None,
-    ) -> None:
+    def __init__(self, engine: OpenBundle, options: EmbedOptions) -> None:
         import numpy as np
 
-        super().__init__(engine, long_rows)
+        super().__init__(engine, options)
         self.tokenizer = engine.bundle.tokenizer
-        self.output = "head" if pooling is None and engine.bundle.embeds else "hidden"
-        self.pooling, self.normalise = pooling or "mean", normalise
+        if options.pooling is None and engine.bundle.embeds:
+            self.output = "head"
+        self.pooling, self.normalise = options.pooling or "mean", options.normalise
         head = engine.bundle.manifest.head or HeadSettings("embed")
-        self.prompt = "" if head.sides else head.prompt(prompt)
-        self.width = embedding_width(engine, pooling)
+        self.prompt = "" if head.sides else head.prompt(options.prompt)
+        self.width = embedding_width(engine, options.pooling)
         self.nothing = {"vector": np.full(self.width, np.nan, np.float32)}
 
     def encoded(self, rows: list[str | RowError | Asked]) -> list[_EmbeddedRow]:
@@ -341,11 +332,11 @@ class _Call(EncoderCall):
 class _TokensCall(_Call):
     kind = TokenVectorsResult
 
-    def __init__(self, engine: OpenBundle, prompt: str | None, long_rows: LongRows | None) -> None:
+    def __init__(self, engine: OpenBundle, options: EmbedOptions) -> None:
         import numpy as np
 
-        super().__init__(engine, None, False, None, long_rows)
-        self.side = head_of(engine, self.task).side(prompt)
+        super().__init__(engine, options)
+        self.side = head_of(engine, self.task).side(options.prompt)
         special = self.special
         self.preprocessor = replace(
             self.preprocessor,
@@ -379,11 +370,10 @@ class _TokensCall(_Call):
 
 class _SparseCall(_Call):
     kind = SparseResult
-    top: int | None = None
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self.nothing = {}
+    def __init__(self, engine: OpenBundle, options: EmbedOptions) -> None:
+        super().__init__(engine, options)
+        self.nothing, self.top = {}, options.top
         self.names = {token: name for name, token in self.tokenizer.vocabulary().items()}
 
     def part(self, row: _EmbeddedRow, found: Scores) -> Scores:

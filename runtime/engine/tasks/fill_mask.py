@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
-import msgspec
+from msgspec import Meta
 
 from transferry.runtime.engine.preprocess import EncodedRow, LongRows, checked_texts
 from transferry.runtime.engine.result import Results, RowError, RowResult
@@ -22,8 +22,7 @@ from transferry.runtime.engine.tasks.task import (
     TopOptions,
     columns,
 )
-from transferry.runtime.errors import UsageError, require
-from transferry.runtime.settings import MOST, check_value
+from transferry.runtime.errors import UsageError
 
 if TYPE_CHECKING:
     from transferry.runtime.engine.open_bundle import OpenBundle
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 
 MASK = "[MASK]"
 TOP = 5  # candidates
-Few = Annotated[int, msgspec.Meta(le=MOST)]
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,7 @@ class FillMaskOptions(TopOptions):
         mask: Text that stands for a masked token.
     """
 
-    mask: str = MASK
+    mask: Annotated[str, Meta(min_length=1, description="text that is not empty")] = MASK
 
 
 class FillMask(Task):
@@ -117,7 +115,7 @@ def fill_mask(
     texts: Iterable[str | RowError],
     *,
     mask: str = MASK,
-    top: int = TOP,
+    top: int | None = None,
     long_rows: LongRows = "error",
 ) -> Results[FilledMaskResult]:
     """Fills the masks of texts, in order; each mask as if the others stayed.
@@ -127,41 +125,37 @@ def fill_mask(
         texts: Any number of texts; an error becomes the result of its row.
         mask: The mask as the texts spell it. The tokenizer's mask decides which blanks belong
             to it (`lstrip`, `rstrip`); without one, a single blank before, as to any word.
-        top: Number of candidates for each mask.
+        top: Number of candidates for each mask. Default: 5.
         long_rows: Treatment of texts longer than the model's positions: "error", or "truncate" to
             fill the masks of their beginning.
 
     Raises:
-        UsageError: The bundle is not encoder-only, its tokenizer has no mask, or `long_rows` is
-            "split".
+        UsageError: The bundle is not encoder-only, its tokenizer has no mask, `long_rows` is
+            "split", or an option is out of range.
     """
-    encoders, mask_id = engine.encoders, engine.bundle.tokenizer.special.mask_id
-    if mask_id is None:
-        raise UsageError(
-            f"the tokenizer of {engine.bundle.folder} has no mask, so nothing is hidden"
-        )
-    call = _Call(engine, mask, mask_id, top, long_rows)
-    check_value("top", top, Few)
-    require(top >= 1, "top", "at least 1", top)
+    encoders = engine.encoders
+    call = _Call(engine, FillMaskOptions(mask=mask, top=top, long_rows=long_rows))
     return engine.map(checked_texts(texts), call.prepare, call.compute, encoders)
 
 
 class _Call(EncoderCall):
     task, kind, output = FillMask.name, FilledMaskResult, "logits"
 
-    def __init__(
-        self, engine: OpenBundle, mask: str, mask_id: int, top: int, long_rows: LongRows
-    ) -> None:
-        super().__init__(engine, long_rows)
+    def __init__(self, engine: OpenBundle, options: FillMaskOptions) -> None:
+        super().__init__(engine, options)
         self.tokenizer = engine.bundle.tokenizer
-        self.mask, self.mask_id, self.top = mask, mask_id, top
+        if self.special.mask_id is None:
+            raise UsageError(
+                f"the tokenizer of {engine.bundle.folder} has no mask, so nothing is hidden"
+            )
+        self.mask_id, self.mask, self.top = self.special.mask_id, options.mask, options.top or TOP
         longest = engine.preprocessor.longest_token
         self.preprocessor = replace(
             engine.preprocessor,
             encode_batch=lambda texts: [
-                self.tokenizer.encode_masked(text.split(mask)) for text in texts
+                self.tokenizer.encode_masked(text.split(self.mask)) for text in texts
             ],
-            longest_token=longest and max(longest, len(mask) + 1),
+            longest_token=longest and max(longest, len(self.mask) + 1),
         )
 
     def encoded(self, rows: list[str | RowError]) -> list[EncodedRow]:

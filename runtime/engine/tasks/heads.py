@@ -17,7 +17,7 @@ from transferry.runtime.engine.preprocess import (
 from transferry.runtime.engine.result import NOT_FINITE, RowError
 from transferry.runtime.engine.tasks.task import Bounds, Difference, Layout, RowOptions, Task
 from transferry.runtime.errors import InputError, UsageError
-from transferry.runtime.settings import MOST, shown
+from transferry.runtime.settings import MOST, check_fields, shown
 
 if TYPE_CHECKING:
     import numpy as np
@@ -102,7 +102,7 @@ class EncoderCall:
 
     Attributes:
         kind: Type of its results.
-        output: Output of the model for the results.
+        output: Output of the model for the results; "head" needs one for the task.
         nothing: Fields of a result without an answer.
     """
 
@@ -111,15 +111,19 @@ class EncoderCall:
     output: EncoderOutput = "head"
     nothing: Mapping[str, Any] = {}
 
-    def __init__(self, engine: OpenBundle, long_rows: LongRows | None) -> None:
+    def __init__(self, engine: OpenBundle, options: RowOptions) -> None:
         """Prepares the call.
 
         Raises:
             ParityError: A required certificate does not cover the task.
-            UsageError: The task lacks this treatment of long rows.
+            UsageError: An option has another type or is out of range, the bundle has no such head,
+                or the task lacks this treatment of long rows.
         """
+        check_fields(options)
+        if self.output == "head":
+            self.head = head_of(engine, self.task)
         engine.require_task(self.task)
-        self.long_rows = long_rows or default_long_rows(engine)
+        self.long_rows = options.long_rows or default_long_rows(engine)
         check_long_rows(self.long_rows, f"task {self.task}")
         head, preprocessor = engine.bundle.manifest.head, engine.preprocessor
         longest = (head.longest if head is not None else 0) or MOST
@@ -199,11 +203,6 @@ class PairRow(EncodedRow):
 
 class PairCall(EncoderCall):
     """A call of classify or rank."""
-
-    def __init__(self, engine: OpenBundle, long_rows: LongRows | None) -> None:
-        """Raises UsageError for a bundle without such a head, or rows that cannot be split."""
-        self.head = head_of(engine, self.task)
-        super().__init__(engine, long_rows)
 
     def encoded(self, rows: list[Any]) -> list[PairRow]:
         """Encodes texts and pairs."""

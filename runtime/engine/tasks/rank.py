@@ -17,7 +17,7 @@ from transferry.runtime.engine.tasks.heads import (
     probabilities,
     written,
 )
-from transferry.runtime.engine.tasks.task import Page, columns
+from transferry.runtime.engine.tasks.task import Page, RowOptions, columns
 from transferry.runtime.errors import UsageError
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def rank(
     Raises:
         UsageError: The bundle has no such head, or `long_rows` is "split".
     """
-    call = _Call(engine, long_rows)
+    call = _Call(engine, RowOptions(long_rows=long_rows))
     return engine.map(checked_pairs(pairs, both=True), call.prepare, call.compute, engine.encoders)
 
 

@@ -10,7 +10,7 @@ from transferry.runtime.bundle.head import Aggregation
 from transferry.runtime.engine.entities import Tag, tags_of
 from transferry.runtime.engine.preprocess import EncodedRow, LongRows, checked_texts
 from transferry.runtime.engine.result import Results, RowError, RowResult
-from transferry.runtime.engine.tasks.heads import EncoderCall, HeadTask, head_of, probabilities
+from transferry.runtime.engine.tasks.heads import EncoderCall, HeadTask, probabilities
 from transferry.runtime.engine.tasks.task import Page, RowOptions, columns
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def tag(
     Raises:
         UsageError: The bundle has no such head, or `long_rows` is "split".
     """
-    call = _Call(engine, aggregation, long_rows)
+    call = _Call(engine, TagOptions(aggregation=aggregation, long_rows=long_rows))
     return engine.map(checked_texts(texts), call.prepare, call.compute, engine.encoders)
 
 
@@ -101,11 +101,9 @@ class _TaggedRow(EncodedRow):
 class _Call(EncoderCall):
     task, kind = TagTask.name, TaggedResult
 
-    def __init__(
-        self, engine: OpenBundle, aggregation: Aggregation, long_rows: LongRows | None
-    ) -> None:
-        self.head, self.aggregation = head_of(engine, self.task), aggregation
-        super().__init__(engine, long_rows)
+    def __init__(self, engine: OpenBundle, options: TagOptions) -> None:
+        super().__init__(engine, options)
+        self.aggregation = options.aggregation
         self.places = engine.bundle.tokenizer.places
 
     def encoded(self, rows: list[str | RowError]) -> list[EncodedRow]:

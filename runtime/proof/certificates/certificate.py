@@ -23,7 +23,6 @@ from transferry.runtime.bundle.specs import Variant
 from transferry.runtime.decoding.generation_options import (
     GenerationOptions,
     generation_options,
-    options_of_json,
 )
 from transferry.runtime.errors import UsageError
 from transferry.runtime.hardware import instruction_sets
@@ -161,7 +160,7 @@ class Certificate(Verified):
     def covers(self, options: GenerationOptions) -> bool:
         """Whether a search like this was verified."""
         wanted = search_kind(options)
-        verified = (generation_options(options_of_json(item)) for item in self.searches)
+        verified = (generation_options(item) for item in self.searches)
         return any(search_kind(one) == wanted and one.n_best >= options.n_best for one in verified)
 
     @classmethod
@@ -173,7 +172,7 @@ class Certificate(Verified):
                 raise ValueError(f"unknown field {min(unknown)!r}")
             said = msgspec.convert(record, Verified)
             for item in said.searches:
-                generation_options(options_of_json(item))
+                generation_options(item)
             _day(said.date)
             rest: dict[str, Any] = {"envelope": envelope, "signer": signer}
             return cls(**vars(said), manifest=files.pop(MANIFEST), files=files, **rest)

@@ -1,4 +1,3 @@
-import json
 import math
 from typing import Any
 
@@ -8,7 +7,6 @@ import pytest
 from transferry.runtime.decoding.generation_options import (
     GenerationOptions,
     generation_options,
-    options_of_json,
 )
 from transferry.runtime.errors import UsageError
 
@@ -65,10 +63,28 @@ def test_what_is_suppressed_must_be_ids(token: object) -> None:
 
 
 def test_lists_of_json_become_tuples() -> None:
-    stored = json.loads(json.dumps({"beam": 4, "suppress": (7, 8)}))
-    assert GenerationOptions(**options_of_json(stored)) == GenerationOptions(
-        beam=4, suppress=(7, 8)
+    stored: dict[str, Any] = {
+        "beam": 4,
+        "suppress": [7, 8],
+        "suppress_sequences": [[7], [8, 9]],
+        "stop": ["."],
+    }
+    read = GenerationOptions(**stored)
+    assert read == GenerationOptions(
+        4, suppress=(7, 8), suppress_sequences=((7,), (8, 9)), stop=(".",)
     )
+    assert hash(read) == hash(generation_options(stored))
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, value in vars(GenerationOptions()).items() if value == ()]
+)
+def test_lists_are_no_sets(name: str) -> None:
+    entry: Any = {"stop": ".", "suppress_sequences": (7,)}.get(name, 7)
+    wrong: Any
+    for wrong in ({entry}, frozenset([entry]), ({7, 8},)):
+        with pytest.raises(UsageError, match=rf"^{name} must be "):
+            GenerationOptions(**{name: wrong})
 
 
 @pytest.mark.parametrize(

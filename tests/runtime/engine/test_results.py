@@ -1,9 +1,12 @@
 """The engine as Python sees it: a context manager, results for `for` and `async for`."""
 
 import asyncio
+import inspect
 import itertools
 import math
-from collections.abc import Sequence
+import os
+import signal
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,11 @@ import pytest
 import transferry
 from transferry import Engine, GenerationOptions, GenerationResult, UsageError
 from transferry.build_model.train.corpus import builtin_pairs
+from transferry.runtime.engine.tasks.generate import Generate
+from transferry.runtime.engine.tasks.score import Score
+from transferry.runtime.engine.tasks.table import TASKS
+from transferry.runtime.engine.tasks.task import Task
+from transferry.runtime.settings import field_types
 
 # A random model would say one token again and again.
 GREEDY = GenerationOptions(max_length=12, no_repeat_ngram=1)
@@ -112,6 +120,53 @@ def test_a_reader_that_is_cancelled_stops_the_engine(engine: Engine, texts: list
         assert [result async for result in results] == []
 
     asyncio.run(read())
+
+
+@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
+def test_no_option_takes_another_type(task: type[Task], request: pytest.FixtureRequest) -> None:
+    alone = not issubclass(task, Generate | Score)
+    engine = Engine(request.getfixturevalue(f"{'reader_' * alone}bundle_folder"), replicas=1)
+    method = getattr(engine, task.name.replace("-", "_"))
+    names = {*inspect.signature(method).parameters} & {*field_types(task.options)}
+    if task is Generate:
+        names |= {"options", "first_row", *field_types(GenerationOptions)}
+    assert names >= {"long_rows"}
+    for name in sorted(names):
+        with pytest.raises(UsageError, match=rf"^{name} (must be|has no effect)|has no languages"):
+            method([], **{name: object()})
+
+
+def test_no_setting_of_an_engine_takes_another_type(bundle_folder: Path) -> None:
+    for name in ("options", "variant", "batches", "replicas", "special_tokens", "threads"):
+        with pytest.raises(UsageError, match=rf"^{name} must be "):
+            Engine(bundle_folder, **{name: object()})
+
+
+def test_results_do_not_wait_for_themselves(engine: Engine) -> None:
+    def rows() -> Iterator[str]:
+        yield "a"
+        yield next(results).text
+
+    results = engine.generate(rows(), GREEDY)
+    with pytest.raises(ValueError, match="already executing"):
+        list(results)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_a_fork_begins_results_of_its_own(engine: Engine, texts: list[str]) -> None:
+    results = engine.generate(iter(texts * 9), GREEDY)
+    first = next(results)
+    if (child := os.fork()) == 0:
+        try:
+            signal.alarm(60)
+            assert next(engine.generate(texts, GREEDY)) == first
+            with pytest.raises(UsageError, match="before this process was forked"):
+                list(results)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert len(list(results)) == 9 * len(texts) - 1
 
 
 def test_an_engine_verifies_itself(engine: Engine) -> None:

@@ -82,7 +82,7 @@ def test_long_rows_are_cut_short_and_say_so(engine: Engine) -> None:
     )
     with pytest.raises(UsageError, match="long_rows=split and task fill-mask exclude each other"):
         fill_mask(engine, [], long_rows="split")
-    with pytest.raises(UsageError, match="top must be at least 1, found 0"):
+    with pytest.raises(UsageError, match="top must be a whole number of at least 1, found 0"):
         fill_mask(engine, [], top=0)
 
 
