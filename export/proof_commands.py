@@ -229,7 +229,6 @@ def verify(bundle_folder: Path, **options: Any) -> None:
     from transferry.build_model.checkpoint_folder import is_pretrained
     from transferry.export.report.write import write_report
     from transferry.runtime.bundle.bundle import Bundle
-    from transferry.runtime.engine.choose import fastest
     from transferry.runtime.io.folders import names_function
     from transferry.runtime.io.lines import some_lines
     from transferry.runtime.ort.open_model import open_model
@@ -237,6 +236,7 @@ def verify(bundle_folder: Path, **options: Any) -> None:
     from transferry.runtime.proof.certificates import stored as certificates
     from transferry.runtime.proof.certificates.certificate import check_date
     from transferry.runtime.proof.certificates.signature import load_private_key
+    from transferry.runtime.proof.certificates.standing import fastest
     from transferry.runtime.proof.certificates.strength import STRENGTHS
 
     without = checkpoint and (names_function(str(checkpoint)) or is_pretrained(checkpoint))

@@ -9,8 +9,13 @@ from tokenizers import Regex, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
 from transferry.runtime.errors import InputError, require
-from transferry.runtime.tokenizer.byte_pair import SINGLE_BYTES, SOURCES, SpecialTokens, Tokenizer
-from transferry.runtime.tokenizer.patterns import WORD_PATTERN
+from transferry.runtime.tokenizer.byte_pair import (
+    SINGLE_BYTES,
+    SOURCES,
+    WORD_PATTERN,
+    SpecialTokens,
+    Tokenizer,
+)
 
 ENCODINGS = ("cl100k_base", "o200k_base")
 

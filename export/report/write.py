@@ -11,8 +11,8 @@ from transferry.runtime.io.atomic import atomic_file
 from transferry.runtime.io.documents import read_document
 from transferry.runtime.io.outputs import foreign_junit, foreign_page, require_own
 from transferry.runtime.proof.certificates.certificate import Certificate
-from transferry.runtime.proof.junit import to_junit
 from transferry.runtime.proof.report import ParityReport
+from transferry.runtime.proof.views import to_junit
 
 MOST_JSON = 256 << 20  # bytes: some hundred for each tensor of each case
 REMEDY = "write it again with `transferry verify --json`"

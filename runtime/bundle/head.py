@@ -9,7 +9,7 @@ from typing import Literal
 from transferry.runtime.errors import UsageError
 from transferry.runtime.settings import Whole, shown
 
-# Ways of joining labelled tokens to entities; see `runtime/engine/entities.py`.
+# Ways of joining labelled tokens to entities; see `runtime/engine/tasks/tag.py`.
 Aggregation = Literal["none", "simple", "first", "average", "max"]
 
 

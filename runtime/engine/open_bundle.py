@@ -19,7 +19,6 @@ from transferry.runtime.decoding.generation_options import (
     generation_options,
     suppressing,
 )
-from transferry.runtime.engine.choose import fastest
 from transferry.runtime.engine.preprocess import (
     EncodedRow,
     LongRows,
@@ -29,9 +28,15 @@ from transferry.runtime.engine.preprocess import (
     sentences_version,
 )
 from transferry.runtime.engine.prompts import Encodable, Prompt, encode_prompt
-from transferry.runtime.engine.repeats import Repeats
 from transferry.runtime.engine.result import Results, with_bar
-from transferry.runtime.engine.worker_pool import Answer, Input, Worker, batch_worker, in_order
+from transferry.runtime.engine.worker_pool import (
+    Answer,
+    Input,
+    Repeats,
+    Worker,
+    batch_worker,
+    in_order,
+)
 from transferry.runtime.errors import Option, ParityError, UsageError, require
 from transferry.runtime.hardware import usable_cores
 from transferry.runtime.ort.encoder import EncoderModel
@@ -40,6 +45,7 @@ from transferry.runtime.ort.session import Few, Provider, SessionOptions
 from transferry.runtime.proof.certificates.certificate import Certificate
 from transferry.runtime.proof.certificates.signature import Trust
 from transferry.runtime.proof.certificates.standing import (
+    fastest,
     require_search,
     require_standing,
     require_task,
@@ -128,7 +134,7 @@ class OpenBundle:
         Args:
             folder: The bundle.
             options: Provider, threads per replica, and how onnxruntime runs the graphs.
-            variant: Name of the variant. Default: see `choose.fastest`.
+            variant: Name of the variant. Default: see `standing.fastest`.
             device_ids: GPUs, which share the rows. Default: that of `options`.
             replicas: Concurrent batches per device. Default: on the CPU the cores divided by
                 threads, on CUDA one (docs/performance.md).

@@ -22,9 +22,8 @@ from transferry.runtime.decoding.logits import log_sum_exp
 from transferry.runtime.decoding.sampling import draw_uniforms
 from transferry.runtime.decoding.search import begin, pad_sources, search
 from transferry.runtime.proof.compare import Tolerance
-from transferry.runtime.proof.draws import distance_of_draws
 from transferry.runtime.proof.report import Difference
-from transferry.runtime.proof.rules import Rules
+from transferry.runtime.proof.rules import Rules, distance_of_draws
 from transferry.runtime.proof.units import logit_errors
 from transferry.runtime.tokenizer.byte_pair import SpecialTokens
 

@@ -1,9 +1,9 @@
-"""The rules of a search, applied to the logits of a given answer."""
+"""The rules of a search on the logits of a given answer, and how near another token was drawn."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from transferry.runtime.decoding.logits_processors import (
     prompts_of,
     restrict,
 )
+from transferry.runtime.decoding.sampling import Sampler, typical_distances
 from transferry.runtime.decoding.strategy import Request
 from transferry.runtime.tokenizer.special_tokens import SpecialTokens
 
@@ -67,3 +68,70 @@ class Rules:
             [each for each in processors if each.active(lengths)],
             History(sentences, lengths, tokens, prompts_of([prompt])),
         )
+
+
+def distance_of_draws(
+    logits: NDArray[np.floating[Any]],
+    tokens: tuple[int, int],
+    uniform: float,
+    options: GenerationOptions,
+) -> float:
+    """Returns how far the cumulative distribution must move for a draw of either token.
+
+    Where top k or top p cuts it, tokens near the cut may come and go, with all their mass.
+    """
+    low, high = min(tokens), max(tokens)
+    weights = Sampler(options, np.zeros((0, 0))).weights(logits[None])[0]
+    cumulative = weights.cumsum() / weights.sum()
+    below = cumulative[high - 1] - uniform if high else 0.0
+    outside = float(max(below, uniform - cumulative[low], 0.0))
+    needed, shares = _cuts(logits, weights, options)
+    least = max((float(needed[token]) for token in tokens if not weights[token]), default=0.0)
+    order = np.argsort(needed, kind="stable")
+    left = np.maximum(needed[order], outside - shares[order].cumsum())
+    return max(least, min(outside, float(left.min())))
+
+
+def _cuts(
+    logits: NDArray[np.floating[Any]], weights: NDArray[np.float64], options: GenerationOptions
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Returns how far the distribution must move for each token to pass the cut, and its share.
+
+    A logit has to pass that of the token at the other side of the cut, which moves the cumulative
+    distribution by a quarter of their distance at most; or, of top p, the mass held has to pass it.
+    The cuts of min p and typical p come after, and rank by the values that they compare.
+    """
+
+    def cut(**changes: Any) -> NDArray[np.float64]:
+        found = Sampler(replace(options, **changes), np.zeros((0, 0))).weights(logits[None])
+        row: NDArray[np.float64] = found[0]
+        return row
+
+    untyped: dict[str, Any] = {"typical_p": 1.0}
+    whole = cut(top_k=0, top_p=1.0, min_p=0.0, **untyped)
+    nucleus = cut(min_p=0.0, **untyped)
+    order, count = np.argsort(-whole, kind="stable"), np.count_nonzero(nucleus)
+    last, needed = order[count - 1], np.full(len(whole), np.inf)
+    is_cut = count < np.count_nonzero(whole)
+    with np.errstate(divide="ignore"):
+        logarithms = np.log(whole)
+    if is_cut:
+        following = order[count]
+        other = np.where(nucleus > 0, logarithms[following], logarithms[last])
+        needed = np.abs(logarithms - other) / 4
+    if options.top_p < 1:
+        within = cut(top_p=1.0, min_p=0.0, **untyped)
+        held, share = nucleus.sum() / within.sum(), nucleus[last] / within.sum()
+        needed[last] = min(needed[last], options.top_p - held + share)
+        if is_cut:
+            needed[following] = min(needed[following], held - options.top_p)
+    stages = [(logarithms, nucleus, cut(**untyped))]
+    stages.append((-typical_distances(stages[0][2][None])[0], stages[0][2], weights))
+    for rank, before, after in stages:
+        dropped = (before > 0) & (after == 0)
+        if dropped.any():
+            other = np.where(after > 0, rank[dropped].max(), rank[after > 0].min())
+            with np.errstate(invalid="ignore"):
+                distance = np.abs(rank - other) / 4
+            needed = np.where(before > 0, np.minimum(needed, distance), needed)
+    return np.maximum(needed, 0.0), whole / weights.sum()

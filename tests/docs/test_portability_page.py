@@ -15,7 +15,7 @@ import regex  # type: ignore[import-untyped]
 from tests.commands import done
 from transferry.runtime.bundle.manifest import Manifest
 from transferry.runtime.engine.engine import Engine
-from transferry.runtime.tokenizer.patterns import OURS
+from transferry.runtime.tokenizer.byte_pair import OURS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "portability.md"
 Tensors = Mapping[str, Any]

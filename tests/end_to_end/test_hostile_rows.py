@@ -17,9 +17,14 @@ from transferry.build_model.checkpoint import save_samples
 from transferry.runtime.engine.preprocess import Preprocessor
 from transferry.runtime.engine.prompts import Prompt, encode_prompt
 from transferry.runtime.engine.tasks.heads import encode_pairs
-from transferry.runtime.tokenizer.byte_pair import PASSAGES, SINGLE_BYTES, AnyTokenizer, Tokenizer
+from transferry.runtime.tokenizer.byte_pair import (
+    O200K_PATTERN,
+    PASSAGES,
+    SINGLE_BYTES,
+    AnyTokenizer,
+    Tokenizer,
+)
 from transferry.runtime.tokenizer.chat import ChatTemplate
-from transferry.runtime.tokenizer.patterns import O200K_PATTERN
 from transferry.runtime.tokenizer.third_party import (
     HuggingFaceTokenizer,
     SentencePiecePair,

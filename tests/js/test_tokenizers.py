@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from tests.js.cases import hard_strings, ids_case, npm_test, seal, write_cases
-from transferry.runtime.tokenizer.byte_pair import SINGLE_BYTES, SOURCES, Tokenizer
-from transferry.runtime.tokenizer.patterns import OURS
+from transferry.runtime.tokenizer.byte_pair import OURS, SINGLE_BYTES, SOURCES, Tokenizer
 from transferry.runtime.tokenizer.special_tokens import SpecialTokens
 from transferry.runtime.tokenizer.third_party import (
     HuggingFaceTokenizer,

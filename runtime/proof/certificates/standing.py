@@ -1,4 +1,4 @@
-"""Whether a bundle's certificates cover a session."""
+"""Whether a bundle's certificates cover a session, and the variant that is served by default."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.specs import Variant
 from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.errors import ParityError
-from transferry.runtime.ort.graph_runner import runtime_of
+from transferry.runtime.ort.graph_runner import runs, runtime_of
 from transferry.runtime.ort.session import SessionOptions
+from transferry.runtime.precision import Precision
 from transferry.runtime.proof.certificates.certificate import (
     Cell,
     Certificate,
@@ -138,3 +139,27 @@ def require_task(certificate: Certificate, task: str) -> None:
             f"{' and '.join(certificate.tasks) or 'none'}, not {task}. Verify the bundle again "
             "with --text and --certify"
         )
+
+
+def fastest(bundle: Bundle, options: SessionOptions, trusted: Trust | None = None) -> Variant:
+    """Returns the fastest variant that is verified for this way of computing.
+
+    Without such a variant, the fastest that is verified elsewhere; without any certificate, the
+    fastest in the model's own precision, which export has compared with the recorded answers.
+    Reduced precision answers differently, so without a certificate it must be named. Certificates
+    that trusted keys did not sign do not count.
+
+    Raises:
+        InputError: A certificate cannot be read.
+    """
+    named = bundle.manifest.variants.values()
+    variants = [each for each in named if options.device in each.providers and runs(options, each)]
+    # A variant for this device alone is faster than one for several.
+    variants.sort(
+        key=lambda v: (Precision.of(v.precision).slowness, len(v.providers), not v.in_place)
+    )
+    for status in ("verified", "elsewhere"):
+        for variant in variants:
+            if standing(bundle, variant, options, trusted).status == status:
+                return variant
+    return next((variant for variant in variants if variant.exact), bundle.variant())

@@ -20,9 +20,8 @@ from transferry.export.trace.graph import Graph
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.proof.certificates.strength import GRAPHS, strength_of
 from transferry.runtime.proof.compare import Tolerance
-from transferry.runtime.proof.junit import to_junit
 from transferry.runtime.proof.report import ParityReport
-from transferry.runtime.proof.views import report_text
+from transferry.runtime.proof.views import report_text, to_junit
 
 NAME = "cpu-int8"
 

@@ -9,9 +9,9 @@ import pytest
 
 from transferry.export.oracle.results import RESULTS, Row
 from transferry.runtime.bundle.head import Aggregation, HeadSettings
-from transferry.runtime.engine.entities import tags_of
 from transferry.runtime.engine.tasks import classify, fill_mask, rank, tag
 from transferry.runtime.engine.tasks.heads import probabilities
+from transferry.runtime.engine.tasks.tag import tags_of
 from transferry.runtime.tokenizer.special_tokens import Place, SpecialTokens
 
 TEXT = "abcdefghijkl"

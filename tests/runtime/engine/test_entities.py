@@ -16,7 +16,7 @@ from tests.build_model.importing.huggingface.tokenizer.test_tokenizer_classes im
 )
 from tests.build_model.importing.huggingface.tokenizer.test_tokenizers import SEEDS
 from transferry.runtime.bundle.head import Aggregation
-from transferry.runtime.engine.entities import tags_of
+from transferry.runtime.engine.tasks.tag import tags_of
 
 LABELS = ("O", "B-PER", "I-PER", "B-LOC", "I-LOC", "MISC", "X-LOC")
 TEXTS = [

@@ -9,9 +9,8 @@ import pytest
 
 from transferry import BatchOptions, Engine, GenerationOptions, RowError
 from transferry.runtime.engine.preprocess import WorkItem
-from transferry.runtime.engine.repeats import Repeats
 from transferry.runtime.engine.tasks.generate import GenerationResult
-from transferry.runtime.engine.worker_pool import batch_worker, in_order
+from transferry.runtime.engine.worker_pool import Repeats, batch_worker, in_order
 
 GREEDY = GenerationOptions(max_length=8, no_repeat_ngram=1)
 

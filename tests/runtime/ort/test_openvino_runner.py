@@ -15,7 +15,6 @@ from transferry.build_model.train.corpus import builtin_pairs
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.decoding.decoder import StepOutput
-from transferry.runtime.engine.choose import fastest
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.open_bundle import verify
 from transferry.runtime.errors import InputError, ParityError, ProviderError, UsageError
@@ -27,7 +26,7 @@ from transferry.runtime.ort.openvino_runner import compiled_in_float32
 from transferry.runtime.ort.portable_decoder import PortableDecoder
 from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.proof.certificates.certificate import Cell
-from transferry.runtime.proof.certificates.standing import standing
+from transferry.runtime.proof.certificates.standing import fastest, standing
 from transferry.runtime.proof.certificates.stored import certify
 from transferry.runtime.proof.recorded import verify_recorded
 

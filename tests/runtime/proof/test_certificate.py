@@ -24,7 +24,6 @@ from transferry.runtime.bundle.manifest import MANIFEST, Manifest
 from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.decoding.decoder import StepOutput
 from transferry.runtime.decoding.generation_options import GenerationOptions
-from transferry.runtime.engine.choose import fastest
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.tasks.score import Score, ScoreOptions
 from transferry.runtime.engine.tasks.task import Layout
@@ -35,7 +34,7 @@ from transferry.runtime.ort.session import Provider, SessionOptions
 from transferry.runtime.proof.certificates import certificate as certificate_module
 from transferry.runtime.proof.certificates.certificate import Cell, Certificate
 from transferry.runtime.proof.certificates.envelope import FOLDER
-from transferry.runtime.proof.certificates.standing import require_standing, standing
+from transferry.runtime.proof.certificates.standing import fastest, require_standing, standing
 from transferry.runtime.proof.certificates.stored import certificates, certify, describe
 from transferry.runtime.proof.certificates.strength import GRAPHS, STRENGTHS, Strength
 from transferry.runtime.proof.recorded import verify_recorded

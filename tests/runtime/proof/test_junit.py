@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from transferry.runtime.proof.compare import Comparison, Tolerance
-from transferry.runtime.proof.junit import to_junit
 from transferry.runtime.proof.report import (
     CrossCheck,
     Decisions,
@@ -19,6 +18,7 @@ from transferry.runtime.proof.report import (
     Stage,
     TaskMetric,
 )
+from transferry.runtime.proof.views import to_junit
 
 TIE = Difference(1, "a tie", 1e-9, 1e-6)
 DEFECT = Difference(2, "a defect", 1.0, 1e-6)

@@ -16,8 +16,7 @@ from tests.runtime.decoding.fakes import (
 from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.decoding.sampling import Sampler
 from transferry.runtime.decoding.search import search
-from transferry.runtime.proof.draws import _cuts, distance_of_draws
-from transferry.runtime.proof.rules import Rules
+from transferry.runtime.proof.rules import Rules, _cuts, distance_of_draws
 
 BEAM = GenerationOptions(beam=3, n_best=3, max_length=9, length_penalty=0.7)
 RULES = {

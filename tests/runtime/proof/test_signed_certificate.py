@@ -19,7 +19,6 @@ from tests.runtime.proof.keys import key_files
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.manifest import MANIFEST
 from transferry.runtime.decoding.batching import BatchOptions
-from transferry.runtime.engine.choose import fastest
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.errors import InputError, ParityError, UsageError
 from transferry.runtime.io.whole import sha256
@@ -27,6 +26,7 @@ from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.proof.certificates import certificate as certificate_module
 from transferry.runtime.proof.certificates.envelope import FOLDER, Envelope
 from transferry.runtime.proof.certificates.signature import Trust, load_private_key, load_public_key
+from transferry.runtime.proof.certificates.standing import fastest
 from transferry.runtime.proof.certificates.stored import certificates, describe, sign
 from transferry.runtime.proof.report import ParityReport
 

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 
 from transferry.runtime.errors import InputError
-from transferry.runtime.tokenizer.byte_pair import SINGLE_BYTES, SOURCES, Tokenizer
-from transferry.runtime.tokenizer.patterns import (
+from transferry.runtime.tokenizer.byte_pair import (
     CL100K_PATTERN,
     GPT2_PATTERN,
     O200K_PATTERN,
+    SINGLE_BYTES,
+    SOURCES,
     WORD_PATTERN,
+    Tokenizer,
 )
 
 # The blanks as in o200k_base, where a long run of them overflows tiktoken's regex engine.

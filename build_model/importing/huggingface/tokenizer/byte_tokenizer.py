@@ -8,8 +8,7 @@ from transferry.build_model.importing.huggingface.folder import REMEDY, Pretrain
 from transferry.build_model.importing.huggingface.tokenizer.fast_tokenizer import added_tokens
 from transferry.build_model.model.config import ModelConfig
 from transferry.runtime.errors import InputError
-from transferry.runtime.tokenizer.byte_pair import AnyTokenizer, Tokenizer
-from transferry.runtime.tokenizer.patterns import GPT2_PATTERN
+from transferry.runtime.tokenizer.byte_pair import GPT2_PATTERN, AnyTokenizer, Tokenizer
 from transferry.runtime.tokenizer.special_tokens import SpecialTokens
 
 # Ids of ByT5Tokenizer before the bytes, and its settings without an effect on the ids of a text.

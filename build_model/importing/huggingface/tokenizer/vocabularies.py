@@ -27,8 +27,7 @@ from transferry.build_model.model.config import ModelConfig
 from transferry.runtime.errors import InputError
 from transferry.runtime.io.documents import read_document
 from transferry.runtime.io.whole import MOST_BYTES, read_bytes
-from transferry.runtime.tokenizer.byte_pair import AnyTokenizer, Tokenizer
-from transferry.runtime.tokenizer.patterns import GPT2_PATTERN
+from transferry.runtime.tokenizer.byte_pair import GPT2_PATTERN, AnyTokenizer, Tokenizer
 from transferry.runtime.tokenizer.special_tokens import SpecialTokens, panics_as_errors
 from transferry.runtime.tokenizer.third_party import (
     HuggingFaceTokenizer,
