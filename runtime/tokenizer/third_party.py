@@ -6,6 +6,7 @@ imported when a tokenizer is opened.
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -28,6 +29,8 @@ from transferry.runtime.tokenizer.special_tokens import (
 UNKNOWN = "<unk>"
 # SentencePiece's character for a blank.
 BLANK = "\N{LOWER ONE EIGHTH BLOCK}"
+# A pair of surrogates, or one character.
+_CHARACTER = re.compile("[\ud800-\udbff][\udc00-\udfff]|.", re.DOTALL)
 # Replacements of transformers' `clean_up_tokenization`, in order.
 CLEANED = (
     *((f" {mark}", mark) for mark in (".", "?", "!", ",")),
@@ -174,7 +177,7 @@ class HuggingFaceTokenizer(ThirdPartyTokenizer):
         As `gather_pre_entities` of transformers: a word continues at a marked piece of WordPiece or
         a piece of another length than its characters; in other models it begins at a blank.
         """
-        text, model = _well_formed(text), self._word_model
+        given, text, model = text, _well_formed(text), self._word_model
         found = self._tokenizer.encode(text, add_special_tokens=False)
         named = model.unk_token
         unknown = model.unk_id if named is None else self._tokenizer.token_to_id(named)
@@ -186,6 +189,9 @@ class HuggingFaceTokenizer(ThirdPartyTokenizer):
             else:
                 continues = start > 0 and " " not in text[start - 1 : start + 1]
             places.append(Place(start, end, continues and token != unknown, word))
+        if len(text) < len(given):  # halves of a surrogate pair became one character
+            at = [*(found.start() for found in _CHARACTER.finditer(given)), len(given)]
+            places = [each._replace(start=at[each.start], end=at[each.end]) for each in places]
         return places
 
     @cached_property

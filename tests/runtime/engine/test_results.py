@@ -153,13 +153,12 @@ def test_results_do_not_wait_for_themselves(engine: Engine) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
-def test_a_fork_begins_results_of_its_own(engine: Engine, texts: list[str]) -> None:
+def test_a_fork_does_not_wait_for_results(engine: Engine, texts: list[str]) -> None:
     results = engine.generate(iter(texts * 9), GREEDY)
-    first = next(results)
+    next(results)
     if (child := os.fork()) == 0:
         try:
             signal.alarm(60)
-            assert next(engine.generate(texts, GREEDY)) == first
             with pytest.raises(UsageError, match="before this process was forked"):
                 list(results)
             os._exit(0)

@@ -2,6 +2,7 @@
 
 import io
 import json
+import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -103,6 +104,20 @@ def test_an_enormous_id_is_refused_before_the_library_reads_it() -> None:
     files = {"huggingface.json": json.dumps(record).encode()}
     with pytest.raises(InputError, match=r"expected ids below 9, .* found 2147483648"):
         HuggingFaceTokenizer(files, SPECIAL, 9)
+
+
+def test_places_are_those_of_the_text_as_it_is_given() -> None:
+    """Also where it holds halves of surrogate pairs, alone or together."""
+
+    def formed(text: str) -> str:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+    draw, tokenizer = random.Random(3), hugging_face()
+    for _ in range(100):
+        text = "".join(draw.choice("ab \ud83d\ude00\U0001f600\n") for _ in range(12))
+        pairs = zip(tokenizer.places(text), tokenizer.places(formed(text)), strict=True)
+        for one, other in pairs:
+            assert formed(text[one.start : one.end]) == formed(text)[other.start : other.end], text
 
 
 @pytest.mark.parametrize("ids", [[], [2], [999], [2, 999]])
