@@ -1,4 +1,4 @@
-"""Whatever failed is in the report, and nothing that failed can be read as passed."""
+"""Whatever failed is in the report and its views, and nothing that failed can be read as passed."""
 
 import dataclasses
 import json
@@ -6,6 +6,7 @@ import math
 import re
 from dataclasses import replace
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from transferry.runtime.proof.report import (
     Stage,
     TaskMetric,
 )
-from transferry.runtime.proof.views import report_text
+from transferry.runtime.proof.views import report_text, to_junit
 
 TOLERANCE = Tolerance(factor=4.0, floor=1e-6)
 
@@ -39,7 +40,40 @@ def report(*comparisons: Comparison, **values: Any) -> ParityReport:
 
 AGREED = Decisions("greedy", 3000, 3000, 1e-7, 0.5)
 TIE = Difference(1, "a tie", 1e-9, 1e-6)
-DEFECT = Difference(1, "no")
+DEFECT = Difference(2, "a defect", 1.0, 1e-6)
+LATER = [comparison(stage="later step", case=f"past {past}") for past in (1, 9)]
+
+
+def passed(**changes: Any) -> ParityReport:
+    """A report with results of every kind."""
+    made = report(
+        comparison(case="past 0"),
+        *LATER,
+        decisions=[Decisions("greedy", 3, 2, 1e-7, 0.1, [TIE])],
+        task_metrics=[TaskMetric("token agreement", 1.0, 1.0, 0.0, np.inf)],
+        self_test=[
+            PlantedFault("mask dropped", "encoder", True, "encoder"),
+            PlantedFault("unused weight", "row 0", False, ""),
+        ],
+    )
+    return replace(made, **changes)
+
+
+def suite(report: ParityReport) -> ElementTree.Element:
+    root = ElementTree.fromstring(to_junit(report).encode("utf-8"))
+    assert root.tag == "testsuites"
+    (found,) = root
+    for name in ("tests", "failures", "errors"):
+        assert root.get(name) == found.get(name)
+    return found
+
+
+def failures(found: ElementTree.Element) -> dict[str | None, str | None]:
+    return {
+        test.get("name"): failure.text
+        for test in found.iter("testcase")
+        for failure in test.iter("failure")
+    }
 
 
 def test_report_passes_where_everything_agrees() -> None:
@@ -69,44 +103,63 @@ def test_report_passes_where_everything_agrees() -> None:
 
 
 @pytest.mark.parametrize(
-    ("failed", "fault"),
+    ("changes", "line", "case", "told"),
     [
-        (report(decisions=(AGREED,)), "no tensor was compared"),
-        (report(comparison(fault="bad")), "batch 1: logits: bad"),
-        (report(comparison(), decisions=(Decisions("greedy", 0, 0, 0.0),)), "0 of 0 rows agree"),
-        (report(comparison(), decisions=(Decisions("greedy", 3, 2, 0.0),)), "2 of 3 rows agree"),
+        ({"comparisons": []}, "{}", "tensors compared", "no tensor was compared"),
         (
-            report(comparison(), decisions=(Decisions("beam 4", 3, 2, 0.0, 0.0, (), [DEFECT]),)),
-            "beam 4: row 1: no",
+            {"comparisons": [LATER[0], replace(LATER[1], fault="bad")]},
+            *("past 9: logits: bad", "logits", "past 9: bad"),
+        ),
+        (
+            {"decisions": [Decisions("greedy", 3, 2, 0.0, 0.0, (), [DEFECT])]},
+            *("greedy: {}", "greedy", "row 2: a defect"),
+        ),
+        (
+            {"decisions": [Decisions("greedy", 3, 2, 0.0)]},
+            *("greedy: 2 of 3 rows agree", "greedy", "2 of 3 rows agree token for token"),
+        ),
+        (
+            {"decisions": [Decisions("greedy", 0, 0, 0.0)]},
+            *("greedy: 0 of 0 rows agree", "greedy", "0 of 0 rows agree token for token"),
+        ),
+        (
+            {"task_metrics": [TaskMetric("perplexity", 4.0, 5.0, 0.25, 0.01)]},
+            *("{}", "perplexity", "perplexity 5, torch 4, change 25 % (limit 1 %)"),
+        ),
+        (
+            {"self_test": [PlantedFault("shift", "positions", True, "")]},
+            *("self-test: {}", "shift: positions", "not caught: shift (positions)"),
         ),
     ],
 )
-def test_report_fails(failed: ParityReport, fault: str) -> None:
-    assert not failed.passed
-    (line,) = failed.faults
-    assert fault in line
+def test_each_fault_fails_the_report_and_its_test_case(
+    changes: dict[str, Any], line: str, case: str, told: str
+) -> None:
+    failed, line = passed(**changes), line.format(told)
+    assert (failed.passed, failed.faults) == (False, [line])
+    verdict = "does not answer as torch does; do not deploy it"
+    if case == "perplexity":  # a loss alone is not called a wrong answer
+        verdict = "computes portable as intended, but rounding costs too much (perplexity): choose"
     text = report_text(failed)
-    assert text.startswith("FAILED: bundles/x does not answer as torch does; do not deploy it\n")
+    assert text.startswith(f"FAILED: bundles/x {verdict}")
     assert "confidence" not in text
     assert text.endswith(
         "Next: transferry verify bundles/x --variant portable --checkpoint CHECKPOINT"
     )
     assert failed.to_dict()["passed"] is False
-    with pytest.raises(ParityError, match="bundles/x does not answer as torch does") as error:
+    with pytest.raises(ParityError, match=re.escape(f"bundles/x {verdict}")) as error:
         failed.require()
     assert line in str(error.value)
+    found = suite(failed)
+    assert failures(found) == {case: told}
+    assert found.get("failures") == "1"
+    assert [failure.get("message") for failure in found.iter("failure")] == [told]
 
 
-@pytest.mark.parametrize(
-    ("also", "verdict"),
-    [({}, "(equivalent choices): choose another"), ({"fault": "bad"}, "does not answer as torch")],
-)
-def test_a_loss_alone_is_not_called_a_wrong_answer(also: dict[str, str], verdict: str) -> None:
+def test_a_loss_beside_a_fault_is_not_the_verdict() -> None:
     lossy = TaskMetric("equivalent choices", 1.0, 0.9, 0.1, 0.02)
-    failed = report(comparison(**also), task_metrics=[lossy])
-    assert verdict in report_text(failed).partition("\n")[0]
-    with pytest.raises(ParityError, match=re.escape(verdict)):
-        failed.require()
+    failed = passed(comparisons=[comparison(fault="bad")], task_metrics=[lossy])
+    assert "does not answer as torch" in report_text(failed).partition("\n")[0]
 
 
 def test_require_names_the_first_faults_and_counts_the_rest() -> None:
@@ -228,3 +281,89 @@ def test_counts_of_a_search_add_up() -> None:
         "    graph   ein Kind\n"
         "  greedy: row 1: a tie\n"
     ) in text
+
+
+def test_everything_that_was_verified_is_a_test_case() -> None:
+    found = suite(passed())
+    assert found.get("name") == "transferry verify bundles/x"
+    assert (found.get("tests"), found.get("failures"), found.get("errors")) == ("6", "0", "0")
+    assert [(test.get("classname"), test.get("name")) for test in found.iter("testcase")] == [
+        ("transferry.tensors.first step", "logits"),
+        ("transferry.tensors.later step", "logits"),
+        ("transferry.searches", "greedy"),
+        ("transferry.task metrics", "token agreement"),
+        ("transferry.self-test", "mask dropped: encoder"),
+        ("transferry.self-test", "unused weight: row 0"),
+    ]
+    assert [item.attrib for item in found.iter("property")] == [
+        {"name": "variant", "value": "portable"},
+        {"name": "provider", "value": "cpu"},
+        {"name": "instruction_sets", "value": "avx2, fma"},
+    ]
+    notes = [note.text for note in found.iter("system-out")]
+    assert notes[1] == "2 cases, worst error 2.00 times torch's own"
+    assert notes[2] == "2 of 3 rows agree token for token\nrow 1: a tie"
+    assert notes[4:] == [
+        "changes an answer, caught by encoder",
+        "changes no answer, caught by no check",
+    ]
+
+
+def test_a_failure_lists_its_cases() -> None:
+    faults = [comparison(case=f"past {past}", fault=f"fault {past}") for past in (1, 2, 3)]
+    found = suite(passed(comparisons=faults))
+    (failure,) = found.iter("failure")
+    assert failure.get("message") == "past 1: fault 1 and 2 more"
+    assert (failure.text or "").splitlines() == [f"{item.case}: {item.fault}" for item in faults]
+
+
+def test_the_cross_check_fails_nothing_and_the_same_report_gives_the_same_text() -> None:
+    row = CrossCheck("another", [Stage("encoder", 3, 1.0, 1e-7, 999.0, 3)])
+    assert to_junit(passed(cross_check=[row])) == to_junit(passed())
+    assert to_junit(passed()).startswith('<?xml version="1.0" encoding="UTF-8"?>\n<testsuites ')
+
+
+def test_what_xml_cannot_hold_is_replaced() -> None:
+    odd = "a\x00\x1b[31m\ud800\uffff<&\"'>\tb\nü🙂"
+    found = suite(
+        passed(
+            bundle=odd,
+            settings={odd: odd},
+            comparisons=[comparison(case="past 1", fault=odd, error=np.nan)],
+            task_metrics=[TaskMetric(odd, 1.0, np.nan, np.nan, 0.1)],
+        )
+    )
+    whole = odd
+    for character in "\x00\x1b\ud800\uffff":
+        whole = whole.replace(character, "\ufffd")
+    assert found.get("name") == f"transferry verify {whole}"
+    assert [item.attrib for item in found.iter("property")] == [{"name": whole, "value": whole}]
+    assert failures(found)["logits"] == f"past 1: {whole}"
+    assert whole in failures(found)
+
+
+def test_only_what_the_common_schema_knows_is_written() -> None:
+    """As Jenkins and GitLab read it: elements in their order, with these attributes."""
+    report = passed(
+        comparisons=[comparison(fault="bad")],
+        origin=Origin("decoder", "case", "val_1", "decoder.0", "a.py:1", "Add", "far off"),
+    )
+    root = ElementTree.fromstring(to_junit(report))
+    attributes = {
+        "testsuites": {"name", "tests", "failures", "errors"},
+        "testsuite": {"name", "tests", "failures", "errors", "skipped"},
+        "skipped": {"message"},
+        "properties": set(),
+        "property": {"name", "value"},
+        "testcase": {"classname", "name", "time"},
+        "failure": {"type", "message"},
+        "system-out": set(),
+    }
+    for element in root.iter():
+        assert set(element.attrib) == attributes[element.tag]
+    inside = [element.tag for element in root[0]]
+    assert inside == ["properties", *["testcase"] * 5, "system-out"]
+    assert [element.tag for element in root[0][1]] == ["failure", "system-out"]
+    assert root[0][-1].text == str(report.origin)
+    tests = [(test.get("classname"), test.get("name")) for test in root.iter("testcase")]
+    assert len(tests) == len(set(tests)), "GitLab drops what has the name of another"
