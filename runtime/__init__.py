@@ -12,8 +12,7 @@ if TYPE_CHECKING:
     from transferry.runtime.bundle.bundle import Bundle
     from transferry.runtime.decoding.batching import BatchOptions
     from transferry.runtime.decoding.generation_options import GenerationOptions
-    from transferry.runtime.engine.engine import Engine
-    from transferry.runtime.engine.open_bundle import verify
+    from transferry.runtime.engine.engine import Engine, verify
     from transferry.runtime.engine.preprocess import InLanguages
     from transferry.runtime.engine.result import Results, RowError
     from transferry.runtime.engine.tasks.classify import ClassifiedResult
@@ -62,7 +61,7 @@ _NAMES = {
     "bundle.bundle": ("Bundle",),
     "engine.tasks.classify": ("ClassifiedResult",),
     "engine.tasks.embed": ("EmbeddingResult",),
-    "engine.engine": ("Engine",),
+    "engine.engine": ("Engine", "verify"),
     "engine.tasks.fill_mask": ("FilledMaskResult",),
     "decoding.generation_options": ("GenerationOptions",),
     "engine.result": ("Results", "RowError"),
@@ -75,6 +74,5 @@ _NAMES = {
     "engine.tasks.tag": ("TaggedResult",),
     "ort.session": ("SessionOptions",),
     "tokenizer.byte_pair": ("Tokenizer",),
-    "engine.open_bundle": ("verify",),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}

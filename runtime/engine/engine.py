@@ -15,6 +15,9 @@ from transferry.runtime.engine.tasks.generate import generate
 from transferry.runtime.engine.tasks.rank import rank
 from transferry.runtime.engine.tasks.score import score
 from transferry.runtime.engine.tasks.tag import tag
+from transferry.runtime.ort.open_model import open_model
+from transferry.runtime.ort.session import SessionOptions
+from transferry.runtime.proof.certificates.standing import fastest
 from transferry.runtime.proof.recorded import verify_recorded
 from transferry.runtime.proof.report import ParityReport
 
@@ -52,3 +55,21 @@ class Engine(OpenBundle):
     def verify(self) -> ParityReport:
         """Compares what this engine serves with the answers recorded at export; without torch."""
         return verify_recorded(self.bundle, self.model)
+
+
+def verify(
+    folder: Path, *, variant: str | None = None, options: SessionOptions | None = None
+) -> ParityReport:
+    """Opens a bundle and compares it with its own recorded answers.
+
+    By default it compares the variant that is served (see `fastest`), on the CPU;
+    `ParityReport.require` raises ParityError unless the report passed.
+
+    Raises:
+        InputError: The bundle is damaged.
+        UsageError: It has no such variant.
+        ProviderError: The provider cannot run here.
+    """
+    bundle, options = Bundle.load(folder), options or SessionOptions()
+    chosen = fastest(bundle, options) if variant is None else bundle.variant(variant)
+    return verify_recorded(bundle, open_model(bundle, chosen, options))

@@ -487,21 +487,3 @@ def _covered(
         )
     batches = batches or default
     return replace(batches, rows=min(batches.rows, most))
-
-
-def verify(
-    folder: Path, *, variant: str | None = None, options: SessionOptions | None = None
-) -> ParityReport:
-    """Opens a bundle and compares it with its own recorded answers.
-
-    By default it compares the variant that is served (see `fastest`), on the CPU;
-    `ParityReport.require` raises ParityError unless the report passed.
-
-    Raises:
-        InputError: The bundle is damaged.
-        UsageError: It has no such variant.
-        ProviderError: The provider cannot run here.
-    """
-    bundle, options = Bundle.load(folder), options or SessionOptions()
-    chosen = fastest(bundle, options) if variant is None else bundle.variant(variant)
-    return verify_recorded(bundle, open_model(bundle, chosen, options))

@@ -24,7 +24,7 @@ from tests.commands import PATIENCE, done
 from tests.export.subject.graphs import linear_layer
 from tests.fuzz.models import gpt2
 from transferry.build_model.train.corpus import builtin_pairs
-from transferry.runtime.engine.open_bundle import verify
+from transferry.runtime.engine.engine import verify
 from transferry.runtime.io.whole import sha256
 from transferry.runtime.page.site import WASM, WEBGPU
 

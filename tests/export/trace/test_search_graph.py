@@ -26,7 +26,7 @@ from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.specs import ONE_GRAPH
 from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.decoding.search import pad_sources, search
-from transferry.runtime.engine.open_bundle import verify
+from transferry.runtime.engine.engine import verify
 from transferry.runtime.errors import UsageError
 from transferry.runtime.ort.openvino_runner import openvino_core
 from transferry.runtime.ort.portable_decoder import PortableDecoder

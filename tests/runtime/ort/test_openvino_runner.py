@@ -15,8 +15,7 @@ from transferry.build_model.train.corpus import builtin_pairs
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.decoding.decoder import StepOutput
-from transferry.runtime.engine.engine import Engine
-from transferry.runtime.engine.open_bundle import verify
+from transferry.runtime.engine.engine import Engine, verify
 from transferry.runtime.errors import InputError, ParityError, ProviderError, UsageError
 from transferry.runtime.jobs.job import Job
 from transferry.runtime.jobs.job_options import JobOptions

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.specs import REFERENCE
 from transferry.runtime.decoding.decoder import StepOutput
-from transferry.runtime.engine.open_bundle import verify
+from transferry.runtime.engine.engine import verify
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.ort.open_model import open_model
 from transferry.runtime.ort.portable_decoder import PortableDecoder, PortableState
