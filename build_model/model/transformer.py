@@ -374,34 +374,29 @@ def greedy(
     bos_id: int,
     eos_id: int,
     max_length: int,
-    use_cache: bool = True,
     check: Callable[[], None] = lambda: None,
 ) -> list[list[int]]:
-    """The plainest generation loop; without the cache it is the independent oracle of the search.
+    """The plainest generation loop.
 
     Args:
-        model: The model, in eval mode.
+        model: In eval mode.
         source: [batch, source] int64
         source_mask: [batch, source] bool, True at a token.
-        bos_id: The token that every target begins with.
-        eos_id: The token that ends a target.
+        bos_id: Begins every target.
+        eos_id: Ends a target.
         max_length: Largest number of generated tokens.
-        use_cache: False scores the whole target anew for each token.
         check: Called before each token.
 
     Returns:
         The generated tokens of each row, the ending `eos_id` left out.
     """
     cross = model.cross(model.encode(source, source_mask))
-    nothing = past = model.empty_past(source.shape[0])
+    past = model.empty_past(source.shape[0])
     target = torch.full((source.shape[0], 1), bos_id, device=source.device)
     ended = torch.zeros(source.shape[0], dtype=torch.bool, device=source.device)
     while target.shape[1] <= max_length and not ended.all():
         check()
-        if use_cache:
-            logits, past = model.decode(target[:, -1:], source_mask, cross, past)
-        else:
-            logits, _ = model.decode(target, source_mask, cross, nothing)
+        logits, past = model.decode(target[:, -1:], source_mask, cross, past)
         chosen = logits[:, -1].argmax(dim=-1)
         ended = ended | (chosen == eos_id)
         target = torch.cat([target, chosen[:, None]], dim=1)

@@ -15,7 +15,7 @@ from transferry.build_model.model.layers import Layer, sinusoidal_positions
 from transferry.build_model.model.transformer import Transformer, greedy
 from transferry.build_model.train.presets import PRESETS
 
-BOS, EOS = 1, 2
+BOS = 1
 SHAPE = ModelConfig(
     vocabulary_size=40,
     d_model=32,
@@ -226,17 +226,10 @@ def test_one_matrix_embeds_and_scores(model: Transformer) -> None:
 
 
 def generate(
-    model: Transformer, source: Tensor, *, max_length: int, eos_id: int = EOS, use_cache: bool
+    model: Transformer, source: Tensor, max_length: int, eos_id: int = SHAPE.vocabulary_size
 ) -> list[list[int]]:
-    return greedy(
-        model,
-        source,
-        source != 0,
-        bos_id=BOS,
-        eos_id=eos_id,
-        max_length=max_length,
-        use_cache=use_cache,
-    )
+    """Without an end token no row ends."""
+    return greedy(model, source, source != 0, bos_id=BOS, eos_id=eos_id, max_length=max_length)
 
 
 def by_argmax(model: Transformer, row: Tensor, length: int) -> list[int]:
@@ -249,41 +242,35 @@ def by_argmax(model: Transformer, row: Tensor, length: int) -> list[int]:
     return said[1:]
 
 
-def test_greedy_with_and_without_the_cache(model: Transformer, source: Tensor) -> None:
+def test_greedy_is_that_of_each_row_alone_without_a_cache(
+    model: Transformer, source: Tensor
+) -> None:
     plain = [
         by_argmax(model, row[:length], 12) for row, length in zip(source, LENGTHS, strict=True)
     ]
     assert len({tuple(row) for row in plain}) > 1
-    never = SHAPE.vocabulary_size
-    for use_cache in (True, False):
-        rows = generate(model, source, max_length=12, eos_id=never, use_cache=use_cache)
-        assert rows == plain
+    assert generate(model, source, 12) == plain
 
 
-@pytest.mark.parametrize("use_cache", [True, False])
 def test_greedy_ends_each_row_at_its_own_end_and_at_its_length(
-    model: Transformer, source: Tensor, use_cache: bool
+    model: Transformer, source: Tensor
 ) -> None:
-    never = SHAPE.vocabulary_size
-    endless = generate(model, source, max_length=12, eos_id=never, use_cache=use_cache)
+    endless = generate(model, source, 12)
     end = endless[0][4]
     cut = [row[: row.index(end)] if end in row else row for row in endless]
     assert len(cut[0]) <= 4
     assert len({len(row) for row in cut}) > 1
-    assert generate(model, source, max_length=12, eos_id=end, use_cache=use_cache) == cut
-    longest = generate(
-        model, source, max_length=SHAPE.max_positions, eos_id=never, use_cache=use_cache
-    )
+    assert generate(model, source, 12, end) == cut
+    longest = generate(model, source, SHAPE.max_positions)
     assert {len(row) for row in longest} == {SHAPE.max_positions}
     for length in (0, 1, 5):
-        rows = generate(model, source, max_length=length, eos_id=never, use_cache=use_cache)
-        assert rows == [row[:length] for row in longest]
+        assert generate(model, source, length) == [row[:length] for row in longest]
 
 
 def test_greedy_stops_when_all_rows_have_ended(
     model: Transformer, source: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    end = generate(model, source[:1], max_length=1, eos_id=SHAPE.vocabulary_size, use_cache=True)
+    end = generate(model, source[:1], 1)
     calls: list[tuple[int, ...]] = []
     decode = model.decode
 
@@ -292,5 +279,5 @@ def test_greedy_stops_when_all_rows_have_ended(
         return decode(target, *rest)
 
     monkeypatch.setattr(model, "decode", counted)
-    assert generate(model, source[:1], max_length=20, eos_id=end[0][0], use_cache=True) == [[]]
+    assert generate(model, source[:1], 20, end[0][0]) == [[]]
     assert calls == [(1, 1)]
