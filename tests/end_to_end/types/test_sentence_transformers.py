@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.build_model.importing.huggingface.heads import Theirs, write
+from tests.build_model.importing.huggingface.heads import Theirs, write, write_modules
 from tests.build_model.importing.huggingface.small_models import change
 from tests.build_model.importing.toolkits.test_sentence_transformers import sentence_folder
 from tests.commands import call, done
@@ -73,8 +73,7 @@ def test_scores_are_those_of_predict(side: str, tmp_path: Path, traces: None) ->
 
     folder = tmp_path / "theirs"
     Theirs("bert", 0, folder, "ForSequenceClassification", num_labels=1)
-    kind = "sentence_transformers.base.modules.transformer.Transformer"
-    write(folder / "modules.json", [{"idx": 0, "name": "0", "path": "", "type": kind}])
+    write_modules(folder, "sentence_transformers.base.modules.transformer.Transformer")
     record = {"model_type": "CrossEncoder", "activation_fn": "torch.nn.modules.linear.Identity"}
     write(folder / "config_sentence_transformers.json", {**record, **PROMPTS})
     reading = {"transformer_task": "sequence-classification", "max_seq_length": 14}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from tests.build_model.importing.huggingface.drawn import (
     transformers,
 )
 from tests.build_model.importing.huggingface.encoder_types import WITH_SEGMENTS
+from transferry.build_model.checkpoint import Checkpoint
 from transferry.build_model.importing.huggingface.decoder_only import FAMILIES as DECODERS
 
 TEXTS = ["the cat sat", "Straße über Häuser, the mat", "a", "on the mat " * 6]
@@ -86,3 +88,43 @@ class Theirs:
 def write(path: Path, record: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record), encoding="utf-8")
+
+
+def write_modules(folder: Path, *types: str) -> list[Path]:
+    """Writes modules.json of sentence-transformers, the first module in the folder itself."""
+    places = ["", *(f"{n}_{kind.rpartition('.')[2]}" for n, kind in enumerate(types[1:], start=1))]
+    modules = [
+        {"idx": number, "name": str(number), "path": place, "type": kind}
+        for number, (place, kind) in enumerate(zip(places, types, strict=True))
+    ]
+    write(folder / "modules.json", modules)
+    return [folder / place for place in places]
+
+
+@torch.inference_mode()
+def require_their_answers(
+    theirs: Theirs, checkpoint: Checkpoint, rows: Sequence[tuple[str, str | None]]
+) -> None:
+    """Compares the scores of texts and of pairs, or hidden states where there is no head."""
+    model, special, head = checkpoint.model.double(), checkpoint.tokenizer.special, checkpoint.head
+    for first, second in rows:
+        ids = checkpoint.tokenizer.encode(first)
+        if second is not None:
+            ids = [*ids, *special.between, *checkpoint.tokenizer.encode(second)]
+        wrapped, padding = special.wrap(ids), [5, 6]  # padding has no influence
+        mask = torch.tensor([[True] * len(wrapped) + [False] * len(padding)])
+        found, wanted = (
+            model.answers(torch.tensor([wrapped + padding]), mask),
+            theirs(first, second),
+        )
+        if head is None:
+            ours, other = found["hidden"][0], wanted.last_hidden_state[0]
+        elif head.task == "answer":
+            both = wanted.start_logits[0], wanted.end_logits[0]
+            ours, other = found["head"][0], torch.stack(both, dim=-1)
+        else:
+            ours, other = found["head"][0], wanted.logits[0]
+        if head is None or head.task != "classify":
+            ours = ours[: len(wrapped)]
+        assert ours.shape == other.shape
+        assert (ours - other).abs().max() <= 1e-9 * min(1, other.abs().max())

@@ -15,7 +15,12 @@ from torch import Tensor
 
 from tests.build_model.importing.huggingface.drawn import LONGEST, SEEDS, TYPES, transformers
 from tests.build_model.importing.huggingface.encoder_types import ENCODERS, LIKE_OTHERS
-from tests.build_model.importing.huggingface.heads import TEXTS, Theirs, write
+from tests.build_model.importing.huggingface.heads import (
+    TEXTS,
+    Theirs,
+    require_their_answers,
+    write,
+)
 from tests.commands import call, done
 from tests.traced import unverified, verify
 from transferry.build_model.checkpoint import load_checkpoint
@@ -88,7 +93,6 @@ SCORED = [
 
 
 @pytest.mark.parametrize(("kind", "suffix", "problem", "seed"), SCORED)
-@torch.inference_mode()
 def test_scores_are_theirs(kind: str, suffix: str, problem: str, seed: int, tmp_path: Path) -> None:
     folder, run = tmp_path / "theirs", tmp_path / "run"
     task = SUFFIXES[suffix]
@@ -96,7 +100,7 @@ def test_scores_are_theirs(kind: str, suffix: str, problem: str, seed: int, tmp_
     said: list[str] = []
     import_pretrained(folder, run, say=said.append)
     checkpoint = load_checkpoint(run)
-    head, special = checkpoint.head, checkpoint.tokenizer.special
+    head = checkpoint.head
     assert head is not None
     labels = len(head.labels)
     expected = 2 if task == "answer" else 1 if problem == "none" else 3
@@ -106,22 +110,7 @@ def test_scores_are_theirs(kind: str, suffix: str, problem: str, seed: int, tmp_
     assert f"no masked language model head: only --task embed and {task}{works}" in said[0]
     rows: list[tuple[str, str | None]] = [(text, None) for text in TEXTS]
     rows += [] if task == "tag" else PAIRS[:2]
-    model = checkpoint.model.double()
-    for first, second in rows:
-        ids = checkpoint.tokenizer.encode(first)
-        if second is not None:
-            ids = [*ids, *special.between, *checkpoint.tokenizer.encode(second)]
-        wrapped = special.wrap(ids)
-        pad = [5, 6]  # padding has no influence
-        mask = torch.tensor([[True] * len(wrapped) + [False] * len(pad)])
-        found = model.answers(torch.tensor([wrapped + pad]), mask)["head"][0]
-        output = theirs(first, second)
-        if task == "answer":
-            wanted = torch.stack([output.start_logits[0], output.end_logits[0]], dim=-1)
-        else:
-            wanted = output.logits[0]
-        found = found if task == "classify" else found[: len(wrapped)]
-        assert (found - wanted).abs().max() <= 1e-9
+    require_their_answers(theirs, checkpoint, rows)
 
 
 def probability(scores: Tensor, problem: str) -> Tensor:

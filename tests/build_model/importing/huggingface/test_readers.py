@@ -21,7 +21,12 @@ from tests.build_model.importing.huggingface.drawn import (
     require_equal,
     transformers,
 )
-from tests.build_model.importing.huggingface.heads import TEXTS, Theirs, write
+from tests.build_model.importing.huggingface.heads import (
+    TEXTS,
+    Theirs,
+    require_their_answers,
+    write,
+)
 from transferry.build_model.checkpoint import load_checkpoint
 from transferry.build_model.importing.huggingface.decoder_only import FAMILIES
 from transferry.build_model.importing.huggingface.importer import import_pretrained
@@ -36,31 +41,12 @@ def suffix_of(kind: str, seed: int) -> str:
     return suffix if hasattr(transformers, f"{stem}{suffix}") else "Model"
 
 
-@torch.inference_mode()
 def require_theirs(theirs: Theirs, folder: Path, run: Path, suffix: str) -> None:
     """Imports a folder; compares scores or hidden states of texts, and of a pair."""
     import_pretrained(folder, run, force=True)
-    checkpoint = load_checkpoint(run)
-    model, special = checkpoint.model.double(), checkpoint.tokenizer.special
     rows: list[tuple[str, str | None]] = [(text, None) for text in TEXTS[1:]]
     rows += [("the cat", "a mat")] * (suffix == CLASSES[0])
-    for first, second in rows:
-        ids = checkpoint.tokenizer.encode(first)
-        if second is not None:
-            ids = [*ids, *special.between, *checkpoint.tokenizer.encode(second)]
-        wrapped, padding = special.wrap(ids), [5, 6]  # padding has no influence
-        mask = torch.tensor([[True] * len(wrapped) + [False] * len(padding)])
-        found = model.answers(torch.tensor([wrapped + padding]), mask)
-        wanted = theirs(first, second)
-        if suffix == "Model":
-            ours, other = found["hidden"][0, : len(wrapped)], wanted.last_hidden_state[0]
-        elif suffix == CLASSES[0]:
-            ours, other = found["head"][0], wanted.logits[0]
-        else:
-            ours, other = found["head"][0, : len(wrapped)], wanted.logits[0]
-        other = other[: len(ours)] if suffix == "Model" else other
-        assert ours.shape == other.shape
-        assert (ours - other).abs().max() <= 1e-9 * other.abs().max()
+    require_their_answers(theirs, load_checkpoint(run), rows)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.build_model.importing.huggingface.drawn import exact
-from tests.build_model.importing.huggingface.heads import TEXTS, Theirs, write
+from tests.build_model.importing.huggingface.heads import TEXTS, Theirs, write, write_modules
 from tests.commands import call
 from tests.traced import unverified, verify
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint
@@ -49,19 +49,15 @@ SETTINGS = {
 
 def pylate_folder(folder: Path, width: int, **settings: Any) -> torch.Tensor:
     """Adds what ColBERT.save of PyLate 1.6 writes beside the model; returns the projection."""
-    kinds = {"": "sentence_transformers.models.Transformer", "1_Dense": "pylate.models.Dense.Dense"}
-    modules = enumerate(kinds.items())
-    write(
-        folder / "modules.json",
-        [{"idx": n, "name": str(n), "path": path, "type": kind} for n, (path, kind) in modules],
-    )
+    kinds = ("sentence_transformers.models.Transformer", "pylate.models.Dense.Dense")
+    _, place = write_modules(folder, *kinds)
     write(folder / "config_sentence_transformers.json", {**SETTINGS, **settings})
     write(folder / "sentence_bert_config.json", {"max_seq_length": 17, "do_lower_case": False})
     identity = "torch.nn.modules.linear.Identity"
     dense = {"in_features": width, "out_features": 8, "bias": False, "use_residual": False}
-    write(folder / "1_Dense" / "config.json", {**dense, "activation_function": identity})
+    write(place / "config.json", {**dense, "activation_function": identity})
     weight = torch.randn(8, width)
-    save_file({"linear.weight": weight}, folder / "1_Dense" / "model.safetensors")
+    save_file({"linear.weight": weight}, place / "model.safetensors")
     return weight
 
 

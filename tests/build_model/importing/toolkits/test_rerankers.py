@@ -18,7 +18,7 @@ from tests.build_model.importing.huggingface.drawn import (
     tokenizers,
     transformers,
 )
-from tests.build_model.importing.huggingface.heads import write
+from tests.build_model.importing.huggingface.heads import write, write_modules
 from tests.commands import call
 from tests.traced import unverified
 from transferry.build_model.checkpoint import load_checkpoint
@@ -92,11 +92,7 @@ def with_modules(folder: Path, reranker: Reranker, *, false: bool = True) -> Non
     """Writes the files of CrossEncoder.save of sentence-transformers 6.2."""
     package = "sentence_transformers"
     kinds = ("base.modules.transformer.Transformer", "cross_encoder.modules.logit_score.LogitScore")
-    modules = [
-        {"idx": number, "name": str(number), "path": path, "type": f"{package}.{kind}"}
-        for number, (path, kind) in enumerate(zip(("", "1_LogitScore"), kinds, strict=True))
-    ]
-    write(folder / "modules.json", modules)
+    _, place = write_modules(folder, *(f"{package}.{kind}" for kind in kinds))
     record: dict[str, Any] = {"model_type": "CrossEncoder", "prompts": {"find": "find it"}}
     write(folder / "config_sentence_transformers.json", record | {"default_prompt_name": "find"})
     modes = {"method": "forward", "method_output_name": "logits"}
@@ -107,7 +103,7 @@ def with_modules(folder: Path, reranker: Reranker, *, false: bool = True) -> Non
     write(folder / "sentence_bert_config.json", reading)
     yes, no = (reranker.tokenizer.convert_tokens_to_ids(text) for text in ("yes", "no"))
     scoring = {"true_token_id": yes, "false_token_id": no if false else None}
-    write(folder / "1_LogitScore" / "config.json", scoring)
+    write(place / "config.json", scoring)
 
 
 @torch.inference_mode()

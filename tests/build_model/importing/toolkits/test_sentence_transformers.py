@@ -14,7 +14,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tests.build_model.importing.huggingface.drawn import SEEDS, TYPES
-from tests.build_model.importing.huggingface.heads import EXPORTED, T5_KINDS, TEXTS, Theirs, write
+from tests.build_model.importing.huggingface.heads import (
+    EXPORTED,
+    T5_KINDS,
+    TEXTS,
+    Theirs,
+    write,
+    write_modules,
+)
 from tests.build_model.importing.huggingface.test_classifiers import PAIRS, PROBLEMS
 from tests.commands import done
 from tests.traced import unverified, verify
@@ -52,27 +59,18 @@ def sentence_folder(
     folder: Path, *poolings: str, dense: Sequence[nn.Linear] = (), normalise: bool = False
 ) -> None:
     """Adds what SentenceTransformer.save writes beside the Transformer."""
-    package = "sentence_transformers.models"
     kinds = ["Transformer", "Pooling", *["Dense"] * len(dense), *["Normalize"] * normalise]
-    places = ["", *(f"{number}_{kind}" for number, kind in enumerate(kinds[1:], start=1))]
-    write(
-        folder / "modules.json",
-        [
-            {"idx": number, "name": str(number), "path": place, "type": f"{package}.{kind}"}
-            for number, (place, kind) in enumerate(zip(places, kinds, strict=True))
-        ],
-    )
+    places = write_modules(folder, *(f"sentence_transformers.models.{kind}" for kind in kinds))
     write(folder / "sentence_bert_config.json", {"max_seq_length": LENGTH, "do_lower_case": False})
     prompts = {"prompts": {"query": "the query ", "document": ""}, "default_prompt_name": None}
     write(folder / "config_sentence_transformers.json", prompts)
-    flags = {f"pooling_mode_{kind}_token": kind in poolings for kind in ("cls",)}
-    flags |= {f"pooling_mode_{kind}_tokens": kind in poolings for kind in ALL_POOLINGS[1:5]}
-    flags |= {"pooling_mode_lasttoken": "lasttoken" in poolings}
-    flags["pooling_mode_mean_sqrt_len_tokens"] = flags.pop(
-        "pooling_mode_mean_sqrt_len_tokens_tokens"
+    endings = (
+        *("cls_token", "max_tokens", "mean_tokens", "mean_sqrt_len_tokens"),
+        *("weightedmean_tokens", "lasttoken"),
     )
-    flags["pooling_mode_weightedmean_tokens"] = "weightedmean" in poolings
-    write(folder / places[1] / "config.json", {"word_embedding_dimension": 32, **flags})
+    named = zip(endings, ALL_POOLINGS, strict=True)
+    flags = {f"pooling_mode_{ending}": kind in poolings for ending, kind in named}
+    write(places[1] / "config.json", {"word_embedding_dimension": 32, **flags})
     for place, layer, name in zip(places[2:], dense, ("Tanh", "GELU"), strict=False):
         settings = {
             "in_features": layer.in_features,
@@ -80,9 +78,9 @@ def sentence_folder(
             "bias": layer.bias is not None,
             "activation_function": f"torch.nn.modules.activation.{name}",
         }
-        write(folder / place / "config.json", settings)
+        write(place / "config.json", settings)
         tensors = {f"linear.{name}": each.detach() for name, each in layer.named_parameters()}
-        save_file(tensors, folder / place / "model.safetensors")
+        save_file(tensors, place / "model.safetensors")
 
 
 def dense_layers() -> list[nn.Linear]:
@@ -248,8 +246,7 @@ def test_the_score_of_a_cross_encoder_is_as_its_folder_says(tmp_path: Path) -> N
 def test_cross_encoders_of_sentence_transformers(tmp_path: Path) -> None:
     folder, run, bundle = tmp_path / "theirs", tmp_path / "run", tmp_path / "bundle"
     theirs = Theirs("bert", 0, folder, "ForSequenceClassification", **PROBLEMS["none"])
-    kind = "sentence_transformers.base.modules.transformer.Transformer"
-    write(folder / "modules.json", [{"idx": 0, "name": "0", "path": "", "type": kind}])
+    write_modules(folder, "sentence_transformers.base.modules.transformer.Transformer")
     record: dict[str, Any] = {
         "activation_fn": "torch.nn.modules.linear.Identity",
         "default_prompt_name": "query",

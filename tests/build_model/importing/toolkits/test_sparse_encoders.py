@@ -13,7 +13,7 @@ import pyarrow.parquet as parquet
 import pytest
 import torch
 
-from tests.build_model.importing.huggingface.heads import TEXTS, Theirs, write
+from tests.build_model.importing.huggingface.heads import TEXTS, Theirs, write, write_modules
 from tests.commands import call
 from tests.traced import unverified, verify
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint
@@ -40,16 +40,11 @@ SEVERAL = [*TEXTS, "the", "mat mat", "the cat sat on the mat, " * 3]
 def sparse_folder(folder: Path, pooling: Mapping[str, Any], first: str = "Transformer") -> None:
     """Adds what SparseEncoder.save writes beside the masked language model."""
     package = "sentence_transformers.sparse_encoder.models"
-    kinds = {"": f"{package}.{first}", "1_SpladePooling": f"{package}.SpladePooling"}
-    modules = enumerate(kinds.items())
-    write(
-        folder / "modules.json",
-        [{"idx": n, "name": str(n), "path": path, "type": kind} for n, (path, kind) in modules],
-    )
+    _, place = write_modules(folder, f"{package}.{first}", f"{package}.SpladePooling")
     write(folder / "config_sentence_transformers.json", {"model_type": "SparseEncoder"})
     reading = {"max_seq_length": 40, "do_lower_case": False}
     write(folder / "sentence_bert_config.json", {**reading, "transformer_task": "fill-mask"})
-    write(folder / "1_SpladePooling" / "config.json", dict(pooling))
+    write(place / "config.json", dict(pooling))
 
 
 @torch.inference_mode()
