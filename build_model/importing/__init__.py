@@ -1,1 +1,1 @@
-"""Checkpoints of other libraries, read into the reference model."""
+"""Import of pretrained models; files that are missing, damaged or unsupported raise InputError."""

@@ -78,11 +78,7 @@ class Adapter:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Reads settings and names.
-
-        Raises:
-            InputError: A file is missing or damaged, or the adapter is no LoRA that can be merged.
-        """
+        """Reads settings and names."""
         self.folder = folder
         self._path = folder / ADAPTER_CONFIG
         self._config = read_document(self._path, dict[str, Any], DAMAGED)
@@ -223,14 +219,8 @@ class AdaptedTensors(Tensors):
     ) -> None:
         """Places the adapter's tensors.
 
-        Args:
-            base: The model's tensors.
-            adapter: The adapter.
-            plain: A tensor's name without the prefix of a head's model, which files may lack.
-            turned: Whether a tensor is the weight of a Conv1D, by its name.
-
-        Raises:
-            InputError: The adapter belongs to another model.
+        `plain` leaves out the prefix of a head's model, which files may lack, from a name; `turned`
+        tells the weight of a Conv1D by its name.
         """
         self.origin, self._base, self._adapter = base.origin, base, adapter
         self._turned = turned
@@ -268,7 +258,6 @@ class AdaptedTensors(Tensors):
 
     @cached_property
     def shapes(self) -> Mapping[str, Tensor]:
-        """See Tensors."""
         theirs = self._adapter.tensors.shapes
         found = dict(self._base.shapes)
         found |= {name: theirs[one] for name, one in self._replaced.items()}
@@ -277,7 +266,6 @@ class AdaptedTensors(Tensors):
         return found
 
     def read(self, name: str) -> Tensor:
-        """See Tensors."""
         if (whole := self._replaced.get(name)) is not None:
             tensor = self._adapter.tensors.read(whole)
         else:

@@ -65,19 +65,11 @@ class Tensors(ABC):
     @property
     @abstractmethod
     def shapes(self) -> Mapping[str, Tensor]:
-        """Tensors of these shapes and types on the meta device, in a fixed order.
-
-        Raises:
-            InputError: A file is missing or damaged.
-        """
+        """Tensors of these shapes and types on the meta device, in a fixed order."""
 
     @abstractmethod
     def read(self, name: str) -> Tensor:
-        """Returns a tensor as stored.
-
-        Raises:
-            InputError: A file is missing or damaged.
-        """
+        """Returns a tensor as stored."""
 
 
 class SafetensorsFile(Tensors):
@@ -90,7 +82,6 @@ class SafetensorsFile(Tensors):
 
     @cached_property
     def shapes(self) -> Mapping[str, Tensor]:
-        """See Tensors."""
         with open_tensors(self._path, *self._remedies) as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             return {
@@ -99,50 +90,24 @@ class SafetensorsFile(Tensors):
             }
 
     def read(self, name: str) -> Tensor:
-        """See Tensors."""
         with open_tensors(self._path, *self._remedies) as file:
             tensor: Tensor = file.get_tensor(name)
             return tensor
 
 
-class JoinedTensors(Tensors):
-    """The tensors of several files, by an index."""
+class NamedTensors(Tensors):
+    """Tensors of other files: for each name its file, and its name there."""
 
-    def __init__(self, index: Path, places: Mapping[str, str], files: Mapping[str, Tensors]):
-        """Opens nothing yet; the index tells in which file each tensor is."""
-        self.origin, self._places, self._files = str(index.parent), places, files
-        self._index = index
+    def __init__(self, origin: str, places: Mapping[str, tuple[Tensors, str]]) -> None:
+        self.origin, self._places = origin, places
 
     @cached_property
     def shapes(self) -> Mapping[str, Tensor]:
-        """Those of all files.
-
-        Raises:
-            InputError: A file is missing or damaged, or lacks a tensor that the index places in
-                it; or two files hold one.
-        """
-        found: dict[str, tuple[str, Tensor]] = {}
-        for file, tensors in self._files.items():
-            for name, tensor in tensors.shapes.items():
-                if name in found:
-                    raise InputError(
-                        f"{self._index}: the tensor {name} is in {found[name][0]} and in {file}; "
-                        "take all files from one checkpoint"
-                    )
-                found[name] = file, tensor
-        for name, file in self._places.items():
-            place = found[name][0] if name in found else "none of the files"
-            if place != file:
-                raise InputError(
-                    f"{self._index}: expected the tensor {name} in {file}, found it in {place}; "
-                    "take all files from one checkpoint"
-                )
-        return {name: tensor for name, (_, tensor) in found.items()}
+        return {name: file.shapes[theirs] for name, (file, theirs) in self._places.items()}
 
     def read(self, name: str) -> Tensor:
-        """See Tensors."""
-        holders = [file for file in self._files.values() if name in file.shapes]
-        return holders[0].read(name)
+        file, theirs = self._places[name]
+        return file.read(theirs)
 
 
 def meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -197,11 +162,6 @@ class PickledFile(Tensors):
 
     @property
     def shapes(self) -> Mapping[str, Tensor]:
-        """See Tensors.
-
-        Raises:
-            InputError: The file is damaged, would run code, or holds something else than tensors.
-        """
         if self._shapes is None:
             self._shapes = {
                 name: meta(tensor.shape, tensor.dtype) for name, tensor in self._open().items()
@@ -209,7 +169,6 @@ class PickledFile(Tensors):
         return self._shapes
 
     def read(self, name: str) -> Tensor:
-        """See Tensors."""
         if self._unread <= 0:
             self._state = None
         state = self._state = self._state or self._open()
@@ -255,11 +214,7 @@ def without_weights(folder: Path) -> str:
 
 
 def open_weights(folder: Path) -> Tensors:
-    """Opens model.safetensors or pytorch_model.bin, or the several files of their index.
-
-    Raises:
-        InputError: They are missing, or an index is malformed or points outside of the folder.
-    """
+    """Opens model.safetensors or pytorch_model.bin, or the several files of their index."""
     for name, kind in _KINDS.items():
         if (folder / name).exists():
             return kind(folder / name)
@@ -282,7 +237,23 @@ def _joined(index: Path, kind: Callable[[Path], Tensors]) -> Tensors:
         raise InputError(
             f"{index.parent / missing[0]} is missing, which {index.name} names; {DAMAGED}"
         )
-    return JoinedTensors(index, places, {name: kind(index.parent / name) for name in names})
+    held: dict[str, str] = {}
+    found: dict[str, tuple[Tensors, str]] = {}
+    together = "take all files from one checkpoint"
+    for file in names:
+        tensors = kind(index.parent / file)
+        for name in tensors.shapes:
+            if name in held:
+                raise InputError(
+                    f"{index}: the tensor {name} is in {held[name]} and in {file}; {together}"
+                )
+            held[name], found[name] = file, (tensors, name)
+    for name, file in places.items():
+        if (place := held.get(name, "none of the files")) != file:
+            raise InputError(
+                f"{index}: expected the tensor {name} in {file}, found it in {place}; {together}"
+            )
+    return NamedTensors(str(index.parent), found)
 
 
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -292,12 +263,7 @@ class TensorWriter:
     """The tensors of a file that is being written; one that is there can be read."""
 
     def __init__(self, file: BinaryIO, shapes: Mapping[str, Tensor]) -> None:
-        """Writes the header.
-
-        Args:
-            file: An empty file open for writing.
-            shapes: Tensors of these shapes and types (float32, bfloat16 or float16), on any device.
-        """
+        """Writes the header, for shapes of float32, bfloat16 or float16 on any device."""
         self._file, self._shapes = file, shapes
         self._starts: dict[str, int] = {}
         header, end = {}, 0

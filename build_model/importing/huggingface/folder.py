@@ -7,10 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torch import Tensor
-
 from transferry.build_model.importing.formats.foreign import instead
-from transferry.build_model.importing.formats.tensors import DAMAGED, Tensors, open_weights
+from transferry.build_model.importing.formats.tensors import (
+    DAMAGED,
+    NamedTensors,
+    Tensors,
+    open_weights,
+)
 from transferry.runtime.errors import InputError
 from transferry.runtime.io.documents import MOST_JSON, read_document
 from transferry.runtime.io.whole import read_bytes
@@ -59,11 +62,7 @@ class Settings:
     def read(
         cls, path: Path, *, required: bool = True, ignored: frozenset[str] = frozenset()
     ) -> Settings:
-        """Reads a file; one that is not required and absent is empty.
-
-        Raises:
-            InputError: The file is missing or no JSON object.
-        """
+        """Reads a file; one that is not required and absent is empty."""
         absent = not required and not path.exists()
         return cls(path, {} if absent else read_document(path, dict[str, Any], REMEDY), ignored)
 
@@ -166,11 +165,7 @@ class PretrainedFolder:
     """
 
     def __init__(self, folder: Path, ignored: frozenset[str] = frozenset()) -> None:
-        """Reads the settings, without those that the user ignores.
-
-        Raises:
-            InputError: config.json is missing, or a settings file is not a JSON object.
-        """
+        """Reads the settings, without those that the user ignores."""
         self.folder = folder
         if not (folder / CONFIG).is_file():
             raise InputError(f"{folder / CONFIG} is missing; {_elsewhere(folder)}")
@@ -191,12 +186,7 @@ class PretrainedFolder:
         self.lower = False
 
     def token(self, name: str, default: int | None = None) -> int:
-        """Returns a token id, of several end tokens the first; see `tokens`.
-
-        Raises:
-            InputError: The token is missing without a default, or several do not end
-                outputs.
-        """
+        """Returns a token id, of several end tokens the first; see `tokens`."""
         found = self.tokens(name)
         if len(found) > 1 and name != "eos_token_id":
             self.generation.refuse(name, found, "one token")
@@ -216,11 +206,7 @@ class PretrainedFolder:
         return self.token(name, default)
 
     def tokens(self, name: str) -> list[int]:
-        """Returns token ids; generation_config.json takes precedence, as in `generate`.
-
-        Raises:
-            InputError: A value is no id.
-        """
+        """Returns token ids; generation_config.json takes precedence, as in `generate`."""
         for settings in (self.generation, self.config):
             value = settings.get(name, [])
             found = value if isinstance(value, list) else [value]
@@ -236,21 +222,26 @@ class PretrainedFolder:
         return []
 
     def names(self) -> set[str]:
-        """Returns the names of all tensors.
-
-        Raises:
-            InputError: A file is missing or damaged.
-        """
+        """Returns the names of all tensors."""
         return set(self.tensors().shapes)
 
     def tensors(self) -> Tensors:
-        """Returns the tensors.
-
-        Raises:
-            InputError: No weights can be read, or an index is malformed.
-        """
+        """Returns the tensors."""
         tensors = open_weights(self.folder)
-        return WithoutImages(tensors, self) if self.images else tensors
+        return self._text_of(tensors) if self.images else tensors
+
+    def _text_of(self, tensors: Tensors) -> Tensors:
+        """Returns the tensors of the text part, under the names of a model of text alone."""
+        places, left = dict[str, tuple[Tensors, str]](), 0
+        for name, tensor in tensors.shapes.items():
+            plain = name.removeprefix("model.").removeprefix("language_model.")
+            if plain.startswith(self.images):
+                left += tensor.numel()
+            else:
+                places[plain.removeprefix("model.")] = tensors, name
+        note = f"the text part of a model that reads images; {left:,} parameters left out"
+        self.text_notes = [note]
+        return NamedTensors(tensors.origin, places)
 
     def take_text(self) -> None:
         """Leaves the text part of a model that reads images too: `text_config` and its tensors."""
@@ -263,32 +254,6 @@ class PretrainedFolder:
         whole = {name: found[name] for name in ("tie_word_embeddings",) if name in found}
         self.config.values = {**found, "model_type": kind, **text, **whole}
         self.images = ("vision_tower.", "multi_modal_projector.")
-
-
-class WithoutImages(Tensors):
-    """Tensors of the text part, under the names of a model of text alone."""
-
-    def __init__(self, tensors: Tensors, folder: PretrainedFolder) -> None:
-        self.origin, self._tensors = tensors.origin, tensors
-        self._names: dict[str, str] = {}
-        left = 0
-        for name, tensor in tensors.shapes.items():
-            plain = name.removeprefix("model.").removeprefix("language_model.")
-            if plain.startswith(folder.images):
-                left += tensor.numel()
-            else:
-                self._names[plain.removeprefix("model.")] = name
-        note = f"the text part of a model that reads images; {left:,} parameters left out"
-        folder.text_notes = [note]
-
-    @property
-    def shapes(self) -> Mapping[str, Tensor]:
-        """See Tensors."""
-        return {name: self._tensors.shapes[theirs] for name, theirs in self._names.items()}
-
-    def read(self, name: str) -> Tensor:
-        """See Tensors."""
-        return self._tensors.read(self._names[name])
 
 
 def _elsewhere(folder: Path) -> str:
@@ -311,11 +276,7 @@ def _elsewhere(folder: Path) -> str:
 
 
 def require_plain(config: Settings) -> None:
-    """Refuses a checkpoint whose weights are quantised.
-
-    Raises:
-        InputError: config.json asks for it.
-    """
+    """Refuses a checkpoint whose weights are quantised."""
     if config.get("quantization") is not None:
         raise InputError(
             f"{config.path}: quantization is set: weights of MLX, quantised; dequantise them: "

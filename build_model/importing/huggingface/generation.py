@@ -95,9 +95,6 @@ def generation_defaults(pretrained: PretrainedFolder, shape: ModelConfig) -> tup
 
     Returns:
         The fields; and the settings that are left out, with value and reason.
-
-    Raises:
-        InputError: A value has another type or range than its setting.
     """
     settings, left_out = pretrained.config, Fields()
     if pretrained.generation.path.exists():

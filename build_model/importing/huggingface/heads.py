@@ -210,11 +210,7 @@ def _end(name: str) -> str:
 
 
 def reads(config: Settings, family: Family, shape: ModelConfig, names: set[str]) -> bool:
-    """Whether a decoder-only model reads texts and does not continue them.
-
-    Raises:
-        InputError: It is of a class that cannot be imported.
-    """
+    """Whether a decoder-only model reads texts and does not continue them."""
     name = _class(config)
     stems, end = family.stems.split(), _end(name)
     # A file without a class generates, as does a class of somebody else named ForCausalLM.

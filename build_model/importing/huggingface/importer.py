@@ -380,7 +380,7 @@ def import_pretrained(
         scores: Likewise.
         force: Replace an existing checkpoint.
         say: Receives the summary.
-        show: See `Converted.write`.
+        show: Called for each tensor with the phase, the tensors done and the tensors in total.
         card: Fields of ModelCard in place of those that the folder states.
 
     Raises:

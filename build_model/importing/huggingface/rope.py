@@ -83,15 +83,8 @@ def read_rotary(
 ) -> Rotary:
     """Reads rope_scaling, rope_parameters (since transformers 5) and the settings of older files.
 
-    Args:
-        config: config.json.
-        d_head: Width of a head.
-        longest: max_position_embeddings.
-        keys: Names and defaults of the model type. Default: those of Llama.
-        kind: The layers, where each kind of them has settings of its own.
-
-    Raises:
-        InputError: A setting is unsupported.
+    `longest` is max_position_embeddings, `keys` are Llama's by default, and `kind` names the layers
+    where each kind of them has settings of its own.
     """
     keys, found = keys or RotaryKeys(), _section(config, kind)
     try:

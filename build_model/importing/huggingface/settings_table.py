@@ -196,14 +196,9 @@ NEUTRAL: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
 
 
 def judge(file: str, settings: Settings) -> list[str]:
-    """Returns words on the settings of a file without effect, with the reason.
+    """Returns words on the settings without effect, after all with an effect were read.
 
-    Args:
-        file: Key of the table.
-        settings: The file, after all settings with an effect were read.
-
-    Raises:
-        InputError: A setting may have an effect that is not carried over.
+    `file` is a key of the tables; a setting that may have an effect is refused.
     """
     reasons = {key: why for why, keys in WITHOUT_EFFECT[file].items() for key in keys.split()}
     if file == CONFIG:

@@ -229,11 +229,7 @@ def head_width(fields: Mapping[str, Any]) -> int:
 
 
 def renamed(config: Settings, **names: str) -> None:
-    """Takes settings under their general names, as transformers does (`attribute_map`).
-
-    Raises:
-        InputError: The file has both names with two values.
-    """
+    """Takes settings under their general names, as transformers does (`attribute_map`)."""
     for general, own in names.items():
         if config.values.get(general) is not None:
             if config.values.get(own) is None:

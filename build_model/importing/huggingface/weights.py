@@ -77,11 +77,7 @@ class Converted:
 
     @property
     def state(self) -> dict[str, Tensor]:
-        """All tensors, in memory.
-
-        Raises:
-            InputError: As `write`.
-        """
+        """All tensors, in memory."""
         state: dict[str, Tensor] = {}
         self.write(state)
         # Not the pages of a file that may change.
@@ -96,15 +92,7 @@ class Converted:
         out: TensorWriter | dict[str, Tensor],
         show: Callable[[str, int, int], None] = lambda *state: None,
     ) -> None:
-        """Reads, converts and hands on one tensor after the other.
-
-        Args:
-            out: Receives each tensor under its new name.
-            show: Called after each with the phase, the tensors done and the tensors in total.
-
-        Raises:
-            InputError: A tensor is not finite, or two that must be equal differ.
-        """
+        """Reads, converts and hands on one tensor after the other; `show` gets done and total."""
         for ours, tensor in self._formulas.items():
             out[ours] = tensor
         came_from: dict[str, str] = {}
@@ -138,14 +126,7 @@ def convert_weights(
 ) -> Converted:
     """Plans the conversion of a checkpoint to the state of our model.
 
-    Args:
-        family: Table of the conversion.
-        config: Shape of our model.
-        tensors: Tensors of any floating type. float64 is rounded to float32.
-        origin: Name of the checkpoint for errors.
-
-    Raises:
-        InputError: A tensor is unknown, missing, of another shape or not floating.
+    Tensors may have any floating type; float64 is rounded to float32. Errors name `origin`.
     """
     origin = origin or tensors.origin
     expected = _shapes(config)
@@ -229,12 +210,7 @@ def _require_fitting(
 
 
 def adapted(family: Family, config: ModelConfig, tensors: Tensors, adapter: Adapter) -> Tensors:
-    """Merges an adapter into a checkpoint's tensors.
-
-    Raises:
-        InputError: The adapter belongs to another model, or changes one of two weights that the
-            model shares.
-    """
+    """Merges an adapter into a checkpoint's tensors."""
 
     def move_of(name: str) -> Move | NoPlace | None:
         return _place(family.table, _without(family.prefixes, name))[0]

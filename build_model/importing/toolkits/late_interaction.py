@@ -88,9 +88,6 @@ class LateInteraction(SentenceModules):
 
         The folder names the tokens for masks and for unknown words; PyLate skips unknown words
         where a word to skip is no token.
-
-        Raises:
-            InputError: A prefix is no token, or the model cannot be filled up with masks.
         """
         known = tokenizer.vocabulary()
         special = tokenizer.special
@@ -139,11 +136,7 @@ def _named(pretrained: PretrainedFolder, kind: str) -> str:
 def read_late_interaction(
     folder: Path, ignored: frozenset[str] = frozenset()
 ) -> LateInteraction | None:
-    """Reads a folder of PyLate or ColBERT; None if it is neither.
-
-    Raises:
-        InputError: A file is missing or damaged, or a module or setting is not supported.
-    """
+    """Reads a folder of PyLate or ColBERT; None if it is neither."""
     if (folder / MODULES).exists():
         listed = read_document(folder / MODULES, list[dict[str, Any]], REMEDY)
         pylate = [each for each in listed if str(each.get("type")).startswith("pylate.")]

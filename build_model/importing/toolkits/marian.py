@@ -50,7 +50,6 @@ class ArrayFile(Tensors):
 
     @cached_property
     def shapes(self) -> Mapping[str, Tensor]:
-        """See Tensors."""
         found: dict[str, Tensor] = {}
         with self._opened() as archive:
             for member in archive.namelist():
@@ -69,17 +68,12 @@ class ArrayFile(Tensors):
         return meta(shape, torch.from_numpy(np.empty(0, dtype.newbyteorder("="))).dtype)
 
     def read(self, name: str) -> Tensor:
-        """See Tensors."""
         with self._opened() as archive, archive.open(name + _ENDING) as file:
             array = npy.read_array(file, allow_pickle=False)
         return torch.from_numpy(np.ascontiguousarray(array, array.dtype.newbyteorder("=")))
 
     def text(self, name: str, most: int) -> str:
-        """Returns a text that is stored as an array of its bytes, ended by a zero.
-
-        Raises:
-            InputError: The archive is damaged or has no such text, or it has more bytes.
-        """
+        """Returns a text that is stored as an array of its bytes, ended by a zero."""
         with self._opened() as archive:
             size = archive.getinfo(name + _ENDING).file_size
             if size > most:

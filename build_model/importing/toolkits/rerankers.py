@@ -48,18 +48,9 @@ def score_of(
     tokens: Sequence[int],
     rank: Literal["sigmoid", "none"],
 ) -> tuple[Family, Classifier]:
-    """Returns a decoder-only type with a head in place of its logits.
+    """Returns a decoder-only type, as `as_reader` returns it, with a head in place of logits.
 
-    Args:
-        config: config.json.
-        family: The type, as `as_reader` returns it.
-        shape: Its shape before.
-        names: Names of all tensors.
-        tokens: The token whose logit counts, and another to be subtracted, if any.
-        rank: Activation of the score.
-
-    Raises:
-        InputError: Logits are no linear function of hidden states, or a token is unknown.
+    `tokens` are the token whose logit counts, and another to be subtracted, if any.
     """
     if shape.output_softcap or shape.output_bias or shape.embedding_width:
         kind = config.get("model_type")
@@ -97,11 +88,7 @@ def score_of(
 
 
 def scored_by(pretrained: PretrainedFolder, texts: Sequence[str]) -> SentenceModules:
-    """Returns a folder without modules as CrossEncoder of sentence-transformers makes one.
-
-    Raises:
-        InputError: A text is no token.
-    """
+    """Returns a folder without modules as CrossEncoder of sentence-transformers makes one."""
     made = read_fast_tokenizer(pretrained).tokenizer
     ids = [made.token_to_id(text) for text in texts]
     if lacking := [text for text, token in zip(texts, ids, strict=True) if token is None]:
@@ -116,11 +103,7 @@ def scored_by(pretrained: PretrainedFolder, texts: Sequence[str]) -> SentenceMod
 def joined_by(
     pretrained: PretrainedFolder, tokenizer: AnyTokenizer, modules: SentenceModules
 ) -> tuple[str, ...]:
-    """Returns the template of a pair, and gives the tokenizer the tokens around it.
-
-    Raises:
-        InputError: The chat template holds no pair of texts.
-    """
+    """Returns the template of a pair, and gives the tokenizer the tokens around it."""
     chat, prompt = tokenizer.chat, modules.settings.prompt(None)
     structured = modules.structured
     plain = not modules.files and pretrained.config.get("model_type") == "qwen3"

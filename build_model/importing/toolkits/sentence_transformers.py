@@ -12,9 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from torch import Tensor
-
-from transferry.build_model.importing.formats.tensors import Tensors, open_weights
+from transferry.build_model.importing.formats.tensors import NamedTensors, Tensors, open_weights
 from transferry.build_model.importing.huggingface.folder import CONFIG, REMEDY, Settings
 from transferry.build_model.importing.huggingface.heads import RANKS
 from transferry.build_model.importing.huggingface.settings_table import MODULE, READING, SENTENCE
@@ -96,33 +94,11 @@ class SentenceModules:
         }
 
     def tensors(self, transformer: Tensors) -> Tensors:
-        """Returns the tensors of all modules."""
-        return _AllTensors(transformer, self.dense) if self.dense else transformer
-
-
-class _AllTensors(Tensors):
-    """Those of the Transformer, and of each Dense with its number in front."""
-
-    def __init__(self, transformer: Tensors, dense: list[Tensors]) -> None:
-        self.origin, self._transformer = transformer.origin, transformer
-        self._dense = {
-            f"{_dense(number)}.{name}": (tensors, name)
-            for number, tensors in enumerate(dense)
-            for name in tensors.shapes
-        }
-
-    @property
-    def shapes(self) -> Mapping[str, Tensor]:
-        """See Tensors."""
-        dense = {name: file.shapes[theirs] for name, (file, theirs) in self._dense.items()}
-        return {**self._transformer.shapes, **dense}
-
-    def read(self, name: str) -> Tensor:
-        """See Tensors."""
-        if name in self._dense:
-            file, theirs = self._dense[name]
-            return file.read(theirs)
-        return self._transformer.read(name)
+        """Returns the tensors of all modules, each Dense with its number in front."""
+        places = {name: (transformer, name) for name in transformer.shapes}
+        for number, file in enumerate(self.dense):
+            places |= {f"{_dense(number)}.{name}": (file, name) for name in file.shapes}
+        return NamedTensors(transformer.origin, places)
 
 
 def _dense(number: int) -> str:
@@ -133,11 +109,7 @@ def _dense(number: int) -> str:
 def read_sentence_transformers(
     folder: Path, ignored: frozenset[str] = frozenset()
 ) -> SentenceModules | None:
-    """Reads the modules of a folder; None if it has no modules.json.
-
-    Raises:
-        InputError: A file is missing or damaged, or a module or setting is not supported.
-    """
+    """Reads the modules of a folder; None if it has no modules.json."""
     if not (folder / MODULES).exists():
         return None
     listed = read_document(folder / MODULES, list[dict[str, Any]], REMEDY)
@@ -179,9 +151,6 @@ def linear_layers(
 
     Returns:
         Fields of ModelConfig, tensors and settings.
-
-    Raises:
-        InputError: A file is missing or damaged, or a setting is not supported.
     """
     files = [Settings.read(place / CONFIG, ignored=ignored) for place in places]
     for settings in files:

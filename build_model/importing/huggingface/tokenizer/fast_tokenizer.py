@@ -94,11 +94,7 @@ class FastTokenizer:
         return {token for token, each in added.items() if each.special}
 
     def below(self, size: int) -> FastTokenizer:
-        """Returns the tokenizer without the special tokens from an id on, which no text gives.
-
-        Raises:
-            InputError: Other tokens have such ids.
-        """
+        """Returns the tokenizer without the special tokens from an id on, which no text gives."""
         ids = self.tokenizer.get_vocab()
         beyond = [text for text in sorted(ids, key=ids.get) if ids[text] >= size]
         if not beyond:

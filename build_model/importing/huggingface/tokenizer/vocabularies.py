@@ -10,7 +10,10 @@ from dataclasses import dataclass
 
 from transferry.build_model.importing.huggingface import decoder_only, encoder_decoder, encoder_only
 from transferry.build_model.importing.huggingface.folder import REMEDY, PretrainedFolder
-from transferry.build_model.importing.huggingface.tokenizer.byte_tokenizer import byte_tokenizer
+from transferry.build_model.importing.huggingface.tokenizer.byte_tokenizer import (
+    byte_tokenizer,
+    ranks_of,
+)
 from transferry.build_model.importing.huggingface.tokenizer.chat_template import (
     chat_template,
     chat_templates,
@@ -22,7 +25,6 @@ from transferry.build_model.importing.huggingface.tokenizer.fast_tokenizer impor
     read_fast_tokenizer,
     require_files,
 )
-from transferry.build_model.importing.huggingface.tokenizer.ranks import ranks_of
 from transferry.build_model.model.config import ModelConfig
 from transferry.runtime.errors import InputError
 from transferry.runtime.io.documents import read_document

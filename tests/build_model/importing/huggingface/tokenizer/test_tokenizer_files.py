@@ -23,7 +23,7 @@ from tests.build_model.importing.huggingface.small_models import (
     require_uncut,
 )
 from transferry.build_model.importing.huggingface.folder import PretrainedFolder
-from transferry.build_model.importing.huggingface.tokenizer.ranks import ranks_of
+from transferry.build_model.importing.huggingface.tokenizer.byte_tokenizer import ranks_of
 from transferry.build_model.importing.huggingface.tokenizer.vocabularies import TOKENIZERS
 from transferry.build_model.model.config import ModelConfig
 from transferry.build_model.train.vocabulary import byte_of_character
