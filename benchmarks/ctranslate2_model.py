@@ -34,11 +34,7 @@ ALLOWED: dict[str, Sequence[object]] = {
 
 
 def import_ctranslate2() -> Any:
-    """Imports the module.
-
-    Raises:
-        UsageError: It is not installed.
-    """
+    """Imports the module; raises UsageError where it is not installed."""
     try:
         import ctranslate2
     except ImportError as error:
@@ -49,12 +45,7 @@ def import_ctranslate2() -> Any:
 
 
 def write_ctranslate2(checkpoint: Checkpoint, folder: Path, precision: str) -> None:
-    """Writes a checkpoint as a CTranslate2 model.
-
-    Args:
-        checkpoint: The checkpoint; its weights stay unchanged.
-        folder: Folder of the model.
-        precision: "float32", or "int8" for CTranslate2's dynamic quantisation of all matrices.
+    """Writes a checkpoint as a CTranslate2 model, in "float32" or "int8", all matrices quantised.
 
     Raises:
         UsageError: ctranslate2 is missing, or cannot hold the model.
@@ -156,17 +147,10 @@ class CTranslate2Model:
     def __init__(
         self, folder: Path, tokenizer_folder: Path, precision: str, inter: int, intra: int
     ) -> None:
-        """Opens a model.
+        """Opens a model: `inter` concurrent batches of `intra` threads.
 
         On AMD CPUs CTranslate2 uses oneDNN. With the environment variable CT2_USE_MKL=1 it uses
         MKL, which was 1.5 to 7 times slower, so its own choice stands.
-
-        Args:
-            folder: Folder that `write_ctranslate2` wrote.
-            tokenizer_folder: Bundle or run with the tokenizer.
-            precision: "float32" or "int8".
-            inter: Concurrent batches.
-            intra: Threads per batch.
         """
         self.tokenizer: AnyTokenizer = load_tokenizer(tokenizer_folder)
         self.translator = import_ctranslate2().Translator(
@@ -178,11 +162,8 @@ class CTranslate2Model:
     ) -> list[Answer]:
         """Answers each text, in order.
 
-        Args:
-            texts: The texts.
-            options: Only beam, lengths and length penalty are used.
-            batch_rows: Sentences per batch. CTranslate2 sorts sentences by length before batching,
-                as the engine does.
+        Only beam, lengths and length penalty of the options count. CTranslate2 sorts sentences by
+        length before batching, as the engine does.
         """
         special = self.tokenizer.special
         results = self.translator.translate_batch(

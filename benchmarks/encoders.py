@@ -29,8 +29,7 @@ import torch
 from numpy.typing import NDArray
 
 from ctranslate2_model import import_ctranslate2
-from environment import environment, processor
-from rounds import compare, fastest, interleaved
+from rounds import compare, environment, fastest, interleaved, processor
 from sentences import read_sentences
 from throughput import numbers
 from transferry.runtime.bundle.bundle import Bundle

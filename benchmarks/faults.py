@@ -33,7 +33,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-import hand_faults
 import rare_faults
 from random_faults import random_faults
 from sentences import read_sentences
@@ -239,8 +238,8 @@ def main() -> None:
     parser.add_argument("--others", type=int, default=1000)
     parser.add_argument("--faults", type=int, default=150, help="planted in each variant")
     parser.add_argument("--listed", action="store_true", help="those of the self-test too")
-    parser.add_argument("--rare", action="store_true", help="those of rare_faults.py instead")
-    parser.add_argument("--hand", action="store_true", help="those of hand_faults.py instead")
+    parser.add_argument("--rare", action="store_true", help="those that seldom hold instead")
+    parser.add_argument("--hand", action="store_true", help="those by hand instead")
     parser.add_argument("--kind", default="", help="random faults whose kind begins so; a,b")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--variants", default="portable,cpu-fp32,cpu-int8")
@@ -321,8 +320,8 @@ class Trial:
         listed: list[Fault] = []
         if arguments.listed:
             listed = faults_of(BundleCopy(self.bundle, self.variant, place))
-        plants = rare_faults.PLANTS if arguments.rare else ()
-        plants = hand_faults.PLANTS if arguments.hand else plants
+        plants = rare_faults.RARE if arguments.rare else ()
+        plants = rare_faults.HAND if arguments.hand else plants
         count = 20 * arguments.faults
         drawn = random_faults(count, tokens, seed=arguments.seed, plants=plants)
         for fault in chain(listed, drawn):

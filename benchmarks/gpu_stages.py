@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from environment import environment
+from rounds import environment
 from transferry.build_model.train.corpus import builtin_pairs
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.decoding.batching import BatchOptions
@@ -54,10 +54,6 @@ class Setup:
     """Settings of all stages.
 
     Attributes:
-        folder: Folder of the models.
-        provider: Execution provider.
-        batches: Rows per batch.
-        new_tokens: Tokens of an answer.
         rounds: Timed rounds; the median counts.
         path: File of the stage's record; None for no file.
     """

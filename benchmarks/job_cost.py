@@ -16,8 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from environment import environment
-from rounds import compare, interleaved
+from rounds import compare, environment, interleaved
 from sentences import read_sentences
 from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.engine.engine import Engine

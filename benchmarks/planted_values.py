@@ -30,13 +30,7 @@ Tokens: TypeAlias = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class Site:
-    """A copy, and the numbers that choose a place in it; each method raises InputError without any.
-
-    Attributes:
-        copy: The copy.
-        generator: Chooses.
-        tokens: Token ids of texts.
-    """
+    """A copy, and the numbers that choose a place in it; without any, methods raise InputError."""
 
     copy: BundleCopy
     generator: np.random.Generator
@@ -149,7 +143,6 @@ class Wrong:
     """A value, and what is wrong with it.
 
     Attributes:
-        value: The value.
         make: Makes another value of it, or for `somewhere` the condition.
         words: Describes the fault, after the name of the value.
         outside: Whether only the output of the graph is wrong.

@@ -52,13 +52,10 @@ def random_faults(
 ) -> Iterator[Fault]:
     """Yields faults, of each kind in turn.
 
-    A fault that has no place in a variant raises InputError when it is planted.
+    Faults of single tokens and pairs draw from `tokens`, the ids of texts. The default of `plants`
+    are those of this module and of files.
 
-    Args:
-        count: Number of faults.
-        tokens: Token ids of texts, from which faults of single tokens and pairs draw.
-        seed: Seed of all of them.
-        plants: Kinds. Default: those of this module and of files.
+    A fault that has no place in a variant raises InputError when it is planted.
     """
     plants = plants or (*PLANTS, *FILE_PLANTS)
     for number in range(count):

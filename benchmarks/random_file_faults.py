@@ -67,6 +67,19 @@ def _some_weight(site: Site, *, whole: bool = False) -> str:
     return site.drawn(names, "weights of integers").removeprefix("model.")
 
 
+def _off(site: Site, array: Array) -> tuple[Array, int]:
+    """Makes one entry 1 % larger, a whole number 1 larger, a truth its opposite."""
+    flat = array.reshape(-1)
+    place = int(site.generator.integers(len(flat)))
+    if array.dtype == np.bool_:
+        flat[place] = not flat[place]
+    elif array.dtype.kind in "iu":
+        flat[place] = flat[place] + 1 if flat[place] < 127 else flat[place] - 1
+    else:
+        flat[place] = flat[place] * 1.01 if flat[place] else 1e-3
+    return flat.reshape(array.shape), place
+
+
 def _matrix(site: Site) -> str:
     names = [name for name in site.copy.names() if site.copy.array(name).ndim == 2]
     if not names:
@@ -77,31 +90,14 @@ def _matrix(site: Site) -> str:
 @described(FILE_PLANTS, "a weight off")
 def _wrong_weight(site: Site) -> str:
     name = _some_weight(site)
-
-    def change(array: Array) -> Array:
-        flat = array.reshape(-1)
-        place = site.generator.integers(len(flat))
-        flat[place] = flat[place] * 1.01 if flat[place] else 1e-3
-        return array
-
-    site.copy.edit(name, change)
+    site.copy.edit(name, lambda array: _off(site, array)[0])
     return f"one entry of {name} off by 1 %"
 
 
 @described(FILE_PLANTS, "an integer or scale of a weight off")
 def _wrong_integer(site: Site) -> str:
     name = _some_weight(site, whole=True)
-
-    def change(array: Array) -> Array:
-        flat = array.reshape(-1)
-        place = site.generator.integers(len(flat))
-        if array.dtype.kind in "iu":
-            flat[place] = flat[place] + 1 if flat[place] < 127 else flat[place] - 1
-        else:
-            flat[place] *= 1.01
-        return flat.reshape(array.shape)
-
-    site.copy.edit(name, change)
+    site.copy.edit(name, lambda array: _off(site, array)[0])
     return f"one entry of {name} is 1 or 1 % larger"
 
 
@@ -122,11 +118,9 @@ def _rows_swapped(site: Site) -> str:
     name = _matrix(site)
     pair = site.generator.choice(len(site.copy.array(name)), 2, replace=False)
 
-    def change(array: Array) -> Array:
-        array[pair] = array[pair[::-1]]
-        return array
-
-    site.copy.edit(name, change)
+    order = np.arange(len(site.copy.array(name)))
+    order[pair] = pair[::-1]
+    site.copy.edit(name, lambda array: array[order])
     return f"rows {pair[0]} and {pair[1]} of {name} changed places"
 
 
@@ -151,17 +145,10 @@ def _small_constant(site: Site) -> str:
     name, value = site.drawn(found, "small constants")
     assert value.const_value is not None
     array = value.const_value.numpy().copy()
-    flat = array.reshape(-1)
-    if not len(flat):
+    if not array.size:
         raise site.copy.absent("entries of a constant")
-    place = site.generator.integers(len(flat))
-    if array.dtype == np.bool_:
-        flat[place] = not flat[place]
-    elif array.dtype.kind in "iu":
-        flat[place] += 1
-    else:
-        flat[place] = flat[place] * 1.01 if flat[place] else 1e-3
-    value.const_value = ir.Tensor(flat.reshape(array.shape), name=name)
+    array, place = _off(site, array)
+    value.const_value = ir.Tensor(array, name=name)
     return f"constant {name}, entry {place}, off"
 
 

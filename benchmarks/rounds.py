@@ -1,12 +1,15 @@
-"""Timing of sides in interleaved rounds; medians and ratios."""
+"""Timing of sides in interleaved rounds, medians and ratios, and the machine of a measurement."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
+
+from transferry.runtime.hardware import cpu_name, instruction_sets, usable_cores
 
 Setting = TypeVar("Setting")
 
@@ -14,12 +17,7 @@ Setting = TypeVar("Setting")
 def interleaved(
     work: Mapping[Setting, Callable[[], object]], rounds: int, *, quiet: bool = False
 ) -> dict[Setting, list[float]]:
-    """Times each side once per round, every other round in reverse order.
-
-    Args:
-        work: Work of each side, warmed up before.
-        rounds: Number of rounds.
-        quiet: Do not print a line per round.
+    """Times each side once per round, every other round in reverse order; warmed up before.
 
     Returns:
         Seconds of each round, by side.
@@ -44,11 +42,8 @@ def fastest(
 ) -> Setting:
     """Warms up and times all settings; returns the fastest.
 
-    Args:
-        work: Work of each setting.
-        repeats: Timed runs of each.
-        slack: Return the first setting that takes at most this share longer than the fastest.
-        seconds: Repeat no more after so long; each setting is timed once at least.
+    The first setting that takes at most `slack`, a share, longer than the fastest. After so many
+    seconds none is repeated, but each is timed once at least.
     """
     for function in work.values():
         function()
@@ -66,12 +61,6 @@ def compare(
     times: Mapping[str, list[float]], tokens: Mapping[str, int], rows: int, base: str
 ) -> dict[str, Any]:
     """Summarises the rounds.
-
-    Args:
-        times: Seconds of each round, by side.
-        tokens: Finished tokens per round, by side.
-        rows: Sentences per round.
-        base: Side that the others are compared with.
 
     Returns:
         `ratio` is each side's tokens per second over the base's, by median time; `ratio_range` the
@@ -98,4 +87,28 @@ def compare(
         "tokens_per_second": {name: round(tokens[name] / medians[name]) for name in times},
         "sentences_per_second": {name: round(rows / medians[name], 1) for name in times},
         "tokens": dict(tokens),
+    }
+
+
+def processor() -> str:
+    """Returns the processor and its instruction sets, for a line of results."""
+    return " ".join([cpu_name(), *instruction_sets()])
+
+
+def environment(*packages: str) -> dict[str, Any]:
+    """Returns the processor, its instruction sets, the cores, and versions of packages."""
+    from transferry.runtime.ort.graph_runner import RUNTIMES
+
+    # Its distribution is onnxruntime-gpu on some systems.
+    versions = {"onnxruntime": RUNTIMES["onnxruntime"].version()}
+    for name in ("transferry", "numpy", *packages):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "missing"
+    return {
+        "cpu": cpu_name(),
+        "cores": usable_cores(),
+        "instruction_sets": instruction_sets(),
+        "versions": versions,
     }

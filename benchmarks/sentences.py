@@ -18,12 +18,7 @@ if TYPE_CHECKING:
 
 
 class Answer(NamedTuple):
-    """Answer of a side to one sentence.
-
-    Attributes:
-        text: The tokens as text.
-        tokens: Ids, without start and end tokens.
-    """
+    """Answer of a side to one sentence; ids without start and end tokens."""
 
     text: str
     tokens: tuple[int, ...]
@@ -76,12 +71,6 @@ def fixed_sentences(
     lines: Iterable[str], tokenizer: AnyTokenizer, rows: int, length: int
 ) -> list[str]:
     """Cuts a text into sentences of one length.
-
-    Args:
-        lines: The text.
-        tokenizer: Counts the tokens, special ones included.
-        rows: Number of sentences.
-        length: Tokens of each sentence.
 
     Returns:
         Texts that `tokenizer` encodes as exactly the tokens that they were cut from.

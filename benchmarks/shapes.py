@@ -142,14 +142,7 @@ SHAPES: dict[str, tuple[Callable[..., Any], Callable[[Sequence[str], Path], None
 
 
 def make(shape: str, lines: Sequence[str], folder: Path, layers: int | None = None) -> int:
-    """Writes a model and its tokenizer; returns the number of parameters.
-
-    Args:
-        shape: A key of `SHAPES`.
-        lines: Text to train the tokenizer on.
-        folder: The new folder.
-        layers: Number of layers. Default: those of the shape.
-    """
+    """Writes a model and its tokenizer; returns the number of parameters."""
     of_shape, write_tokenizer = SHAPES[shape]
     torch.manual_seed(0)
     model = of_shape() if layers is None else of_shape(layers)

@@ -27,8 +27,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ctranslate2_model import CTranslate2Model, import_ctranslate2, write_ctranslate2
-from environment import environment, processor
-from rounds import compare, fastest, interleaved
+from rounds import compare, environment, fastest, interleaved, processor
 from sentences import Answer, engine_answers, fixed_sentences, read_sentences, search_options
 from transferry.build_model.checkpoint import load_checkpoint
 from transferry.runtime.bundle.bundle import Bundle
@@ -57,12 +56,9 @@ class Side:
     """A model of one side, and its use of the hardware.
 
     Attributes:
-        name: The side.
         folder: The bundle, or the CTranslate2 model.
         kind: The bundle's variant, or CTranslate2's compute type.
         tokenizer: Folder of the tokenizer for CTranslate2.
-        replicas: Concurrent batches.
-        threads: Threads per batch.
     """
 
     name: Literal["engine", "ctranslate2"]
@@ -82,12 +78,6 @@ class Side:
         """Returns the fastest layout, with the smallest batch as fast.
 
         The layouts are compared at one size of batch, and all sizes in the fastest layout.
-
-        Args:
-            texts: Texts to tune on.
-            options: Options of the search.
-            sentences: Sentences per batch, if not to be tuned.
-            repeats: Timed runs of each setting.
         """
         sizes = BATCH_ROWS[self.name]
         if sentences is not None:
@@ -153,11 +143,7 @@ def numbers(text: str) -> list[int]:
 
 
 def compute_type(precision: str) -> str:
-    """CTranslate2's compute type for a variant's precision.
-
-    Raises:
-        UsageError: CTranslate2 has no such type.
-    """
+    """CTranslate2's compute type for a variant's precision; raises UsageError where it has none."""
     if precision == "float32":
         return precision
     if "int8" in precision:
@@ -257,13 +243,7 @@ class Comparison:
         return found
 
     def cell(self, variant: str, beam: int, sentences: int | None = None) -> dict[str, Any]:
-        """Measures one variant and beam size.
-
-        Args:
-            variant: The engine's variant.
-            beam: Beam size.
-            sentences: Sentences per batch of both sides; by default the fastest of each.
-        """
+        """Measures one variant and beam size, with the fastest sentences per batch by default."""
         search, texts = self.search(beam), self.texts
         options = search_options(**search)
         same = self.same_tokens(variant, beam)

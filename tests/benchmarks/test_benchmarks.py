@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from ctranslate2_model import CTranslate2Model, write_ctranslate2
-from environment import processor
-from rounds import compare, fastest, interleaved
+from rounds import compare, fastest, interleaved, processor
 from sentences import Answer, engine_answers, fixed_sentences, search_options
 from throughput import Side
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint

@@ -9,7 +9,7 @@ import torch
 
 import encoders
 import shapes
-from environment import processor
+from rounds import processor
 from tests.build_model.importing.huggingface.small_models import save
 from tests.traced import unverified
 from transferry.build_model.checkpoint import load_checkpoint
