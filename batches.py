@@ -165,8 +165,7 @@ class _Plan(ColumnarReader):
             column = batch.column(name) if hasattr(batch, "schema") else batch[name]
             if not isinstance(column, pyarrow.Array | pyarrow.ChunkedArray):
                 column = pyarrow.array(column, from_pandas=True)
-            # A batch may hold no row, or no text.
-            yield name, column.cast("string") if column.type == pyarrow.null() else column
+            yield name, column
 
     def rows(self, first: int = 0, last: int | None = None) -> Iterator[InputRow]:
         """Streams the rows of the table."""

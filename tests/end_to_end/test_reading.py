@@ -13,9 +13,11 @@ import io
 import json
 import lzma
 import random
+import re
 import subprocess
 import sys
 import threading
+import zipfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -222,6 +224,7 @@ def test_odd_lines_are_all_there(tmp_path: Path, seed: int) -> None:
         ("a.txt", b"\xff\xfea\0\n\0\0\xd8\n\0b\0", {}, ["a", "<undecodable>", "b"]),
         ("a.txt", b"", {}, []),
         ("a.txt", b"\xef\xbb\xbf", {}, []),
+        ("a.csv", b'sep="\ntext"id\n', {}, ['text"id']),
         ("a.csv.1", b"id,text\n1,a\n", {}, ["a"]),
         ("a.txt", b"<html>\n", {"format": "text"}, ["<html>"]),
         ("a.xml", b"<a/>\n", {"format": "text"}, ["<a/>"]),
@@ -304,6 +307,36 @@ def test_a_sheet_of_excel_is_read(bundle_folder: Path, tmp_path: Path) -> None:
     for name in (None, "more"):
         with pytest.raises(InputError, match=r"choose one with --sheet \(Sheet1, More\)"):
             open_reader(tmp_path / "two.xlsx", sheet=name)
+
+
+UNITS = ["a", "_x0041_", "_x005F_", "_xD83D_", "_xDE00_", "_xDE00_b", "_x000A_"]
+
+
+@pytest.mark.parametrize("size", ["A1", "A1:A2", "B3:C9", "A1:XFD1048576", None])
+def test_every_cell_of_a_sheet_is_read(tmp_path: Path, size: str | None) -> None:
+    """Whatever size the sheet says it has; a half of a surrogate pair is its row's error."""
+    draw, path = random.Random(size), tmp_path / "in.xlsx"
+    cells = ["".join(draw.choices(UNITS, k=3)) for _ in range(40)]
+    book = openpyxl.Workbook()
+    for row in ("text", "n"), *((cell, number) for number, cell in enumerate(cells)):
+        book.active.append(row)
+    book.save(path)
+    with zipfile.ZipFile(path) as file:
+        members = {name: file.read(name) for name in file.namelist()}
+    told = b"" if size is None else f'<dimension ref="{size}"/>'.encode()
+    with zipfile.ZipFile(path, "w") as file:
+        for name, content in members.items():
+            file.writestr(name, re.sub(rb"<dimension[^>]*>", told, content))
+    rows = list(open_reader(path, column="text").rows())
+    assert [row.number for row in rows] == [*range(40)]
+    for cell, row in zip(cells, rows, strict=True):
+        # A JSON string with the same escapes, which the json module joins to pairs.
+        text = json.loads('"' + re.sub("_x(....)_", r"\\u\1", cell) + '"')
+        if any("\ud800" <= letter <= "\udfff" for letter in text):
+            assert isinstance(row.text, RowError)
+            assert row.text.kind == "undecodable"
+        else:
+            assert (row.text, row.fields) == (text, {"n": row.number})
 
 
 def test_a_nul_is_an_error_of_its_row(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import THOROUGH
+from tests.end_to_end.files import read_rows
 from tests.runtime.jobs.helpers import Echo
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.jobs.job import Job
@@ -37,6 +38,28 @@ def table(draw: random.Random, end: str) -> str:
     return file.getvalue()
 
 
+def value(draw: random.Random) -> Any:
+    """A value of JSON."""
+    plain = [None, True, 0, 2**64, -0.0, 1e300, 5e-324, "", "007", text(draw), text(draw)]
+    return draw.choice([*plain, [], {}, [draw.choice(plain)], {text(draw): draw.choice(plain)}])
+
+
+def require_fields(files: list[Path], out: Path) -> None:
+    """A field of every row comes back, as JSON in a table, or the row has an error."""
+    lines = [line for file in files for line in io.BytesIO(file.read_bytes())]
+    for line, record in zip(lines, read_rows(out), strict=True):
+        fields = json.loads(line.decode("utf-8-sig")) if b"{" in line else {"note": None}
+        wanted = json.dumps(fields["note"], ensure_ascii=False)
+        kept, note = record.get("note"), fields["note"]
+        if out.suffix == ".jsonl":
+            kept = json.dumps(kept, ensure_ascii=False)
+        elif isinstance(note, str) or note is None:
+            wanted = note or ""
+        if kept != wanted:
+            assert (kept or "null") == "null", line
+            assert note is None or record.get("error") or record.get("error_kind"), line
+
+
 def content(draw: random.Random, form: str) -> bytes:
     end, rows = draw.choice(["\n", "\r\n"]), range(draw.randrange(30))
     if form == "csv":
@@ -54,7 +77,9 @@ def content(draw: random.Random, form: str) -> bytes:
             {"id": ""},
             {"id": 3.5},
         ]
-        lines = [json.dumps({"text": text(draw), **draw.choice(ids)}) for _ in rows]
+        lines = [
+            json.dumps({"text": text(draw), "note": value(draw), **draw.choice(ids)}) for _ in rows
+        ]
         lines += ["bad"] * draw.randrange(2)
     return (draw.choice(["", "\ufeff"]) + end.join(lines) + draw.choice(["", end])).encode()
 
@@ -75,6 +100,8 @@ def test_partitions_merge_into_the_plain_output(tmp_path: Path, form: str) -> No
             whole = Job(Echo(), files, folder / f"whole.{out}", options).run()
         except (InputError, UsageError):  # lines of \r alone, or two delimiters
             continue
+        if form == "jsonl" and out in ("jsonl", "csv", "tsv", "parquet"):
+            require_fields(files, folder / f"whole.{out}")
         count, by = draw.choice([1, 2, 3, 5]), draw.choice([None, None, "file"])
         parts = [folder / f"{number}.{out}" for number in range(1, count + 1)]
         try:

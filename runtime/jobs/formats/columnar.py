@@ -7,7 +7,7 @@ import io
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate, chain, islice, takewhile
@@ -249,7 +249,8 @@ def _is_text(kind: Any) -> bool:
     types = pyarrow.types
     if types.is_dictionary(kind):
         kind = kind.value_type
-    return bool(types.is_string(kind) or types.is_large_string(kind) or kind == "string_view")
+    texts = types.is_string(kind) or types.is_large_string(kind) or kind == "string_view"
+    return bool(texts or types.is_null(kind))  # a file may have no text
 
 
 @contextmanager
@@ -322,16 +323,13 @@ def with_schema(batch: Any, schema: Any) -> Any:
     """
     import pyarrow
 
-    types, arrays = pyarrow.types, []
+    arrays = []
     for name, kind in zip(schema.names, schema.types, strict=True):
         array = batch.column(name)
         # Arrow 26 cannot cast a struct to its own type where it is a slice.
         if array.type != kind:
-            texts = types.is_string(array.type) or types.is_large_string(array.type)
             try:
-                if texts and (types.is_primitive(kind) or types.is_decimal(kind)):
-                    raise pyarrow.ArrowInvalid("texts are no numbers")
-                array = array.cast(kind)
+                array = _cast(array, kind)
             except pyarrow.ArrowException as error:
                 raise InputError(
                     f"the column {name} is {kind} in the first file and {array.type} in a later "
@@ -339,6 +337,49 @@ def with_schema(batch: Any, schema: Any) -> Any:
                 ) from error
         arrays.append(array)
     return pyarrow.record_batch(arrays, schema)
+
+
+def _cast(array: Any, kind: Any) -> Any:
+    """Casts an array; raises ArrowException if a value would change, or mean something else."""
+    import pyarrow
+
+    if not _is_akin(array.type, kind):
+        raise pyarrow.ArrowInvalid("values would mean something else")
+    found = again = array.cast(kind)
+    with suppress(pyarrow.ArrowNotImplementedError):  # to a list of nothing
+        again = found.cast(array.type)
+    if to_json(_values(again)) != to_json(_values(array)):
+        raise pyarrow.ArrowInvalid("a value would change")
+    return found
+
+
+# Types between which values keep their meaning, one a group, by the beginning of their text.
+_KIN = re.compile(
+    r"(u?int|halffloat|float|double|decimal)|((?:large_)?string)|((?:fixed_size_|large_)?binary)"
+    r"|((?:fixed_size_|large_)?list)|(bool)|(date)|(time\d)|(timestamp\[\w+\])|(timestamp)"
+    "|(duration)|(struct)|(map)"
+)
+_NUMBER, _TEXT = 1, 2
+
+
+def _is_akin(given: Any, wanted: Any) -> bool:
+    """Whether values of a type, and those in them, keep their meaning in another."""
+    import pyarrow
+
+    types = pyarrow.types
+    given, wanted = (
+        each.value_type if types.is_dictionary(each) else each for each in (given, wanted)
+    )
+    if given == wanted or types.is_null(given):
+        return True
+    kinds = [(found := _KIN.match(str(each))) and found.lastindex for each in (given, wanted)]
+    if None in kinds or (kinds[0] != kinds[1] and kinds != [_NUMBER, _TEXT]):
+        return False
+    pairs = [(given.field(place), place) for place in range(given.num_fields)]
+    if types.is_struct(given):  # a field that is lost is a value that changes
+        places = [(field, wanted.get_field_index(field.name)) for field, _ in pairs]
+        pairs = [(field, place) for field, place in places if place >= 0]
+    return all(_is_akin(field.type, wanted.field(place).type) for field, place in pairs)
 
 
 def with_numbers(batches: Iterable[Any], first: int) -> Iterator[Any]:

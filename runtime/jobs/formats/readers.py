@@ -64,7 +64,7 @@ from transferry.runtime.jobs.job_options import InputFormat
 # Rows and bytes by which the delimiter of a table is found.
 FIRST_RECORDS, FIRST_BYTES = 100, 1 << 20
 # First line of a table in which Excel tells the delimiter.
-_SEPARATOR = re.compile(rb"sep=([^\r\n])\r?\n?", re.I)
+_SEPARATOR = re.compile(rb"sep=([^\r\n\"])\r?\n?", re.I)
 # Bytes in which the shape of at most so many rows tells whether a line begins a row of CSV.
 _PROBES, _PROBED = (1 << 16, 1 << 20, 1 << 24), 10
 # Deeper JSON is refused, since writing it again could exceed Python's stack.
@@ -404,6 +404,8 @@ class _CsvReader(_TsvReader):
 
 
 class _JsonlReader(_LineReader):
+    tells = False
+
     def _header(self, lines: Iterator[_Line]) -> tuple[list[str], Iterator[_Line]]:
         seen: list[_Line] = [*islice(lines, 2)]
         lines, names = chain(seen, lines), list[str]()
@@ -414,7 +416,7 @@ class _JsonlReader(_LineReader):
             seen.append(line)
             fields = self._fields(line)
             if not isinstance(fields, RowError):
-                names = list(fields)
+                names, self.tells = list(fields), True
                 break
         return names, chain(seen, lines)
 
@@ -452,6 +454,7 @@ class _RequestReader(_JsonlReader):
         requests = (self._request(self._fields(line)) for line in first)
         usable = (each for each in requests if isinstance(each, Request) and each.error is None)
         self._first = next(usable, None)
+        self.tells = self._first is not None
         return ["request"], chain(kept, lines)
 
     def _layout(self, format: InputFormat, column: str | None) -> Layout:

@@ -13,7 +13,6 @@ from typing import Any, BinaryIO
 from transferry.runtime.engine.result import PartsResult, RowError, RowResult
 from transferry.runtime.engine.tasks.task import Kind, Layout, OutputFormat
 from transferry.runtime.errors import Option, UsageError, joined_options
-from transferry.runtime.jobs.formats.cells import cell_text
 from transferry.runtime.jobs.formats.rows import InputRow
 
 Record = Mapping[Any, Any]
@@ -111,9 +110,7 @@ class OutputColumns:
         return (*(["id"] if self.identified else []), *self.repeated, *self.kinds)
 
     def holds(self, name: str) -> bool:
-        """Whether there is a place for a field of a row."""
-        if name not in self.chosen:
-            return True
+        """Whether there is a place for a chosen field of a row."""
         return name in self.repeated if self.is_table else name not in self.kinds
 
     def record(self, row: InputRow, result: RowResult, n_best: int) -> dict[Any, Any]:
@@ -255,7 +252,10 @@ class RowWriter(ABC):
             return row
         if not self.columns.identified:
             return self._admit_cells(self.columns, row)
-        names = [name for name in row.fields if not self.columns.holds(name)]
+        fields = ((name, row.fields[name]) for name in row.fields if name in self.columns.chosen)
+        names = [
+            name for name, value in fields if not (self.columns.holds(name) and self._holds(value))
+        ]
         kept = {name: value for name, value in row.fields.items() if name not in names}
         names += [] if self._holds_id(row.id) else ["id"]
         if not names:
@@ -265,10 +265,10 @@ class RowWriter(ABC):
 
     def _admit_cells(self, columns: OutputColumns, row: InputRow) -> InputRow:
         """Returns a row of a table with empty cells in the place of those it cannot hold."""
-        if row.cells is None or not self.restricts:
+        if row.cells is None:
             return row
         cells = dict(zip(columns.source, row.cells, strict=True))
-        names = [name for name in columns.repeated if not self._holds_id(cell_text(cells[name]))]
+        names = [name for name in columns.repeated if not self._holds(cells[name])]
         if not names:
             return row
         kept = (None if name in names else value for name, value in cells.items())
@@ -278,10 +278,9 @@ class RowWriter(ABC):
         message = f"{self.format} output cannot hold the field {name!r}"
         return with_error(row, RowError("fields", message))
 
-    @property
-    def restricts(self) -> bool:
-        """Whether some texts of a table have no place in the format."""
-        return False
+    def _holds(self, value: Any) -> bool:
+        """Whether the format has a place for a value of the input."""
+        return True
 
     def _holds_id(self, id: Any) -> bool:
-        return True
+        return self._holds(id)

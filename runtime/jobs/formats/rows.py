@@ -134,6 +134,7 @@ class RowReader(ABC):
         count: Number of rows, where it is known without reading them.
         seeks: Whether reading begins at any row without reading all rows before it.
         keeps: Whether `keep` reads rows where the rows before them end.
+        tells: Whether the columns are known: not of JSONL without an object.
         boundaries: Rows at which reading begins without reading rows before them, and the number
             of rows; empty where reading begins at any row alike.
     """
@@ -141,7 +142,7 @@ class RowReader(ABC):
     layout: Layout
     offset = 0
     count: int | None = None
-    seeks, keeps = False, False
+    seeks, keeps, tells = False, False, True
     boundaries: Sequence[int] = ()
     _steady: Any = None
     _sha256 = ""

@@ -230,16 +230,18 @@ class Series(RowReader):
         Raises:
             InputError: Their columns differ.
         """
-        first, *others = (reader.layout for reader in readers)
-        for reader, other in zip(readers[1:], others, strict=True):
+        first = next((each for each in readers if each.tells), readers[0]).layout
+        for reader in readers:
+            other = reader.layout
             same = first.format == "jsonl" or sorted(first.names) == sorted(other.names)
-            if first.format != other.format or first.texts != other.texts or not same:
+            same &= not reader.tells or first.texts == other.texts
+            if first.format != other.format or not same:
                 raise InputError(
                     f"{other.path}: expected {first}, as in {first.path}, found {other}; run a job "
                     "for each"
                 )
-            reader.layout = replace(other, names=first.names, columns=first.columns)
-        self.layout = replace(first, path=f"{first.path} and {len(others)} more")
+            reader.layout = replace(first, path=other.path, schema=other.schema)
+        self.layout = replace(first, path=f"{readers[0].layout.path} and {len(readers) - 1} more")
         self._readers, self._counts, self._reading = readers, dict[int, int](), 0
 
     @property

@@ -13,7 +13,7 @@ from typing import Any
 from transferry.runtime.engine.result import RowError
 from transferry.runtime.errors import InputError, UsageError, install_command
 from transferry.runtime.io.whole import unreadable
-from transferry.runtime.jobs.formats.cells import to_json, with_nul
+from transferry.runtime.jobs.formats.cells import decoded, to_json
 from transferry.runtime.jobs.formats.detection import Dialect
 from transferry.runtime.jobs.formats.remote_file import Source
 from transferry.runtime.jobs.formats.rows import Fields, InputRow, RowReader, layout_of, unique
@@ -25,7 +25,7 @@ _TEXTS, _MOST_TEXTS = "xl/sharedStrings.xml", 256 << 20
 # Values of cells whose formula failed.
 _FAILED = frozenset({"#N/A", "#REF!", "#DIV/0!", "#VALUE!", "#NAME?", "#NULL!", "#NUM!"})
 # Characters that XML cannot hold, as Excel writes them.
-_ESCAPED = re.compile("_x([0-9A-Fa-f]{4})_")
+_ESCAPED = re.compile("(_x[0-9A-Fa-f]{4}_)+")
 
 
 class SpreadsheetReader(RowReader):
@@ -37,6 +37,8 @@ class SpreadsheetReader(RowReader):
         self.file, self._steady, self._sheet = path, Steady(path), dialect.sheet
         with self._rows() as rows:
             header = next(rows, ())
+        if (error := _fault(header)) is not None:
+            raise InputError(f"{path}: the header cannot be read: {error.message}")
         self._names = ["" if name is None else str(name) for name in header]
         self.layout = layout_of(path, format, unique(self._names, path), column)
 
@@ -44,16 +46,15 @@ class SpreadsheetReader(RowReader):
         """Streams rows first to last - 1; drops empty rows at the end."""
         with self._rows() as rows:
             for number, cells in islice(enumerate(islice(rows, 1, None)), first, last):
-                yield self._row(number, self._fields(cells), to_json(cells).encode())
+                raw = to_json(cells).encode(errors="surrogatepass")
+                yield self._row(number, self._fields(cells), raw)
 
     def _fields(self, cells: Sequence[Any]) -> Fields | RowError:
         width = len(self._names)
         if len(cells) > width:
             return RowError("malformed", f"expected {width} columns, found {len(cells)}")
-        for cell in cells:
-            if isinstance(cell, str) and (error := with_nul(cell)):
-                return error
-        return dict(zip(self._names, (*cells, *[None] * (width - len(cells))), strict=True))
+        filled = zip(self._names, (*cells, *[None] * (width - len(cells))), strict=True)
+        return _fault(cells) or dict(filled)
 
     @contextmanager
     def _rows(self) -> Iterator[Iterator[Sequence[Any]]]:
@@ -69,6 +70,8 @@ class SpreadsheetReader(RowReader):
                     "save the sheet as CSV"
                 )
             book = openpyxl.load_workbook(file, read_only=True, data_only=True)
+            for sheet in book:
+                sheet.reset_dimensions()  # some programs store a smaller size than the sheet has
             yield _filled(self._chosen(book).iter_rows(values_only=True))
 
     def _chosen(self, book: Any) -> Any:
@@ -81,6 +84,12 @@ class SpreadsheetReader(RowReader):
             return filled[0]
         problem = "expected one sheet with rows" if self._sheet is None else "no such sheet"
         raise InputError(f"{self.file}: {problem}; choose one with --sheet ({', '.join(named)})")
+
+
+def _fault(cells: Sequence[Any]) -> RowError | None:
+    """Returns the error of a text that UTF-8 cannot hold, or with a NUL."""
+    texts = (cell.encode(errors="surrogatepass") for cell in cells if isinstance(cell, str))
+    return next((found for found in map(decoded, texts) if isinstance(found, RowError)), None)
 
 
 @contextmanager
@@ -112,13 +121,17 @@ def _filled(rows: Iterator[Sequence[Any]]) -> Iterator[Sequence[Any]]:
 def _plain(cell: Any) -> Any:
     """Returns a cell as a JSON value; dates and times as in ISO 8601."""
     if isinstance(cell, str):
-        text = _ESCAPED.sub(lambda found: chr(int(found[1], 16)), cell)
-        return None if cell in _FAILED else text
+        return None if cell in _FAILED else _ESCAPED.sub(_unescaped, cell)
     if isinstance(cell, float) and cell.is_integer() and abs(cell) < 1 << 53:
         return int(cell)
     if cell is None or isinstance(cell, bool | int | float):
         return cell
     return cell.isoformat() if hasattr(cell, "isoformat") else str(cell)
+
+
+def _unescaped(found: re.Match[str]) -> str:
+    units = found[0].replace("_x", "").replace("_", "")
+    return bytes.fromhex(units).decode("utf-16-be", "surrogatepass")
 
 
 def _import_openpyxl() -> Any:

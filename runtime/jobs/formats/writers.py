@@ -97,8 +97,8 @@ def open_writer(
     own = _own_columns(
         {**kinds, **kind.in_json}, format, n_best=n_best > 1 or rows.format == "openai"
     )
-    is_table = format != "jsonl"
-    columns = output_columns(rows, own, kind.answer, choice, is_table=is_table)
+    columns = output_columns(rows, own, kind.answer, choice, is_table=format != "jsonl")
+    _require_names(rows, columns.names if format == "tsv" else ())
     schema = _schema(rows, columns, width) if format == "parquet" else None
     writer = join_writer(
         format, compression, names=columns.names, schema=schema, delimiter=rows.delimiter
@@ -106,6 +106,16 @@ def open_writer(
     if isinstance(writer, _TsvWriter) and rows.format == "tsv":
         writer = replace(writer, verbatim=frozenset(columns.repeated))
     return replace(writer, columns=columns)
+
+
+def _require_names(rows: Layout, names: Sequence[str]) -> None:
+    """Raises UsageError for a name of a column that TSV cannot hold."""
+    for name in names:
+        if name != name.translate(_AS_SPACE):
+            raise UsageError(
+                f"{rows.path}: tsv cannot hold the name of the column {name!r}; leave it out with ",
+                *(Option("drop"), ", or choose another ", Option("format")),
+            )
 
 
 def join_writer(
@@ -279,13 +289,9 @@ class _TsvWriter(_CsvWriter):
     def _split(self, lines: Iterator[bytes]) -> Iterator[bytes]:
         return lines
 
-    @property
-    def restricts(self) -> bool:
-        """Whether some texts of a table have no place here."""
-        return not self.verbatim
-
-    def _holds_id(self, id: Any) -> bool:
-        return (text := as_text(id)).translate(_AS_SPACE) == text
+    def _holds(self, value: Any) -> bool:
+        lost, text = "\t\n" if self.verbatim else "\t\n\r", cell_text(value)
+        return not any(letter in text for letter in lost)
 
 
 def _text_line(record: Record) -> str:
@@ -319,14 +325,13 @@ def _lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
 
 def _behind(header: bytes, path: Path) -> Iterator[bytes]:
     """Yields a file without its header, in blocks."""
-    begun = False
-    for block in read_blocks(path):
-        if not begun and not block.startswith(header):
-            break
-        yield block if begun else block[len(header) :]
-        begun = True
-    if header and not begun:
+    blocks, begin = read_blocks(path), b""
+    while len(begin) < len(header) and (block := next(blocks, b"")):
+        begin += block
+    if not begin.startswith(header):
         raise InputError(f"{path} does not begin as its job writes it; run the job again")
+    yield begin[len(header) :]
+    yield from blocks
 
 
 @dataclass(frozen=True, kw_only=True)

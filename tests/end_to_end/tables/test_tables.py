@@ -187,6 +187,9 @@ def test_files_of_other_types(tmp_path: Path) -> None:
         Job(Echo(), sources, out, JobOptions(force=True)).run()
     Job(Echo(), sources, out, JobOptions(force=True, drop=("n",))).run()
     assert "n" not in parquet.read_schema(out).names
+    parquet.write_table(pyarrow.table({"text": pyarrow.nulls(2), "n": [1, 2]}), sources[2])
+    Job(Echo(), sources, out, JobOptions(force=True)).run()
+    assert parquet.read_table(out)["text"].to_pylist() == ["x", "y", "x", "y", None, None]
 
 
 def test_a_text_that_is_no_utf8_leaves_an_empty_row(tmp_path: Path) -> None:

@@ -18,10 +18,12 @@ LINES = ("text", "jsonl", "tsv", "csv")
 TEXTS = ["a", 'b "c", d', " e ", "\u2028f\x85", "", "'", '"', "g\\n"]
 
 
-def reader_of(folder: Path, name: str = "in.csv", content: bytes = b"id,text,note\n") -> RowReader:
+def reader_of(
+    folder: Path, name: str = "in.csv", content: bytes = b"id,text,note\n", **options: Any
+) -> RowReader:
     path = folder / name
     path.write_bytes(content)
-    return open_reader(path)
+    return open_reader(path, **options)
 
 
 def writer_of(out: Path, content: bytes = b"id,text,note\n", **options: Any) -> RowWriter:

@@ -1,7 +1,11 @@
 """Types and values of tables in Parquet, read back by pyarrow."""
 
+import datetime
+import decimal
 import gc
+import itertools
 import json
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +16,8 @@ import pytest
 
 from tests.runtime.jobs.formats.records import in_parts, records, writer_of
 from transferry.runtime.engine.tasks.generate import GenerationResult, TextHypothesis
-from transferry.runtime.errors import UsageError
+from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.jobs.formats.columnar import with_schema
 from transferry.runtime.jobs.formats.readers import open_reader
 from transferry.runtime.jobs.formats.records import Record
 from transferry.runtime.jobs.formats.writers import open_writer
@@ -170,3 +175,51 @@ def test_ids_of_parquet(tmp_path: Path, kind: str) -> None:
     column, id = ids[kind]
     path = passed_through(tmp_path, pyarrow.table({"text": ["a"], "id": column}), "out.jsonl")
     assert json.loads(path.read_text())["id"] == id
+
+
+STAMP = datetime.datetime(2024, 1, 1, 12)
+KINDS: list[tuple[Any, str]] = [
+    *((1, "int8 int64 float32 float64 duration[s]"), (2**63, "uint64"), (0.1, "float32 float64")),
+    *((1e300, "float64"), (math.inf, "float64"), (True, "bool"), ("1", "string"), (b"1", "binary")),
+    *(("007", "string large_string binary"), (STAMP.date(), "date32")),
+    (STAMP.time(), "time64[us] time64[ns]"),
+]
+STAMPS = [pyarrow.timestamp(*kind) for kind in (["ms"], ["ns"], ["us", "UTC"], ["ns", "+03:00"])]
+FIELDS: list[Any] = [1, 1.5, "1", "007", True, None, STAMP, decimal.Decimal("1.50")]
+# A value with its type; each may come in a later file than any other.
+CELLS: list[tuple[Any, Any]] = [
+    *((value, kind) for value, kinds in KINDS for kind in kinds.split()),
+    *((STAMP, kind) for kind in STAMPS),
+    *((value, None) for value in FIELDS),
+    *(([value], None) for value in FIELDS),
+    *(({"a": value}, None) for value in FIELDS),
+    ({"b": 2, "a": 1}, None),
+    *(([("k", 1)], pyarrow.map_("string", kind)) for kind in ("int8", "double")),
+]
+
+
+def same(before: Any, after: Any) -> bool:
+    """Whether a value means what it meant; a number may have become its text."""
+    if isinstance(before, dict):
+        return all(same(before.get(name), after.get(name)) for name in {**before, **after})
+    if isinstance(before, list | tuple):
+        return all(itertools.starmap(same, zip(before, after, strict=True)))
+    numbers = int, float, decimal.Decimal
+    if type(before) in numbers and type(after) in (*numbers, str):
+        return math.isclose(float(before), float(after), rel_tol=1e-7 * (type(after) is str))
+    alike = type(before) is type(after) or isinstance(before, datetime.datetime)
+    return alike and bool(before == after)
+
+
+def test_a_column_of_a_later_file_keeps_its_values_or_is_refused() -> None:
+    columns, kept = [pyarrow.array([value, None], kind) for value, kind in CELLS], 0
+    for given, wanted in itertools.product(columns, columns):
+        batch = pyarrow.record_batch({"n": given})
+        try:
+            found = with_schema(batch, pyarrow.schema({"n": wanted.type})).column(0)
+        except InputError:
+            assert given.type != wanted.type
+            continue
+        kept += 1
+        assert same(given.to_pylist(), found.to_pylist()), (given.type, wanted.type)
+    assert kept > 300

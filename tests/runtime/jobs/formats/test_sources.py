@@ -13,6 +13,7 @@ import pytest
 
 from tests.commands import call, done
 from tests.runtime.jobs.helpers import Echo, read_records
+from transferry.runtime.engine.result import RowError
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.jobs.formats.readers import open_inputs
 from transferry.runtime.jobs.formats.sources import expand
@@ -104,6 +105,26 @@ def test_files_of_other_columns_are_refused(tmp_path: Path) -> None:
     for name in ("1.jsonl", "2.jsonl"):
         (tmp_path / name).write_text(json.dumps({"text": name, name: 1}) + "\n")
     assert texts(tmp_path / "*.jsonl") == ["1.jsonl", "2.jsonl"]
+
+
+@pytest.mark.parametrize("rest", [b"", b"no object\n\n"])
+def test_a_file_without_an_object_tells_no_columns(tmp_path: Path, rest: bytes) -> None:
+    """Spark writes empty files beside others."""
+    rows = b'{"id": 7, "source": "a", "n": 1}\n'
+    for number, content in enumerate((rest, rows, rest, rows)):
+        (tmp_path / f"{number}.jsonl").write_bytes(content)
+    reader = open_inputs(expand([tmp_path]))
+    assert (reader.layout.column, reader.layout.columns) == ("source", ("n",))
+    found = [row for row in reader.rows() if isinstance(row.text, str)]
+    assert [(row.text, row.id, row.fields) for row in found] == [("a", 7, {"n": 1})] * 2
+    other = {"custom_id": "a", "url": "/v1/embeddings", "body": {"input": "a"}}
+    chat = {**other, "url": "/v1/completions", "body": {"prompt": "a"}}
+    for number, request in enumerate((None, other, chat)):
+        line = json.dumps(request) + "\n" if request else ""
+        (tmp_path / f"{number}.jsonl").write_text(line)
+    found = list(open_inputs(expand([tmp_path / "[012].jsonl"]), format="openai").rows())
+    assert found[0].text == "a"
+    assert isinstance(found[1].text, RowError)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from tests.runtime.jobs.formats.records import (
     write,
     writer_of,
 )
+from tests.runtime.jobs.helpers import run
 from transferry.runtime.engine.result import RowError
 from transferry.runtime.engine.tasks.table import TASKS
 from transferry.runtime.errors import InputError, UsageError
@@ -74,15 +75,29 @@ def test_csv_gives_back_every_string(tmp_path: Path) -> None:
     assert path.read_bytes().startswith(b"id,text,note,transferry_text,score,")
 
 
+MESSAGE = "tsv output cannot hold the field '{}'"
+
+
 def test_tsv_has_no_place_for_tabs_and_line_breaks(tmp_path: Path) -> None:
     content = b'id,text,note\n1,a,"x\ty"\n"2\n",b,z\n3,"c\td",\n'
     reader = reader_of(tmp_path, content=content)
     writer = open_writer(tmp_path / "out.tsv", rows=reader.layout)
     rows = list(map(writer.admit, reader.rows()))
     for row, name in zip(rows, ("note", "id", "text"), strict=True):
-        assert row.text == RowError("fields", f"tsv output cannot hold the field {name!r}")
+        assert row.text == RowError("fields", MESSAGE.format(name))
     assert [row.cells for row in rows] == [("1", "a", None), (None, "b", "z"), ("3", None, "")]
-    # In answers they become spaces; to TSV from TSV cells stay as they are.
+    lines = b'{"note": ["\\t"], "text": "a\\tb"}\n{"note": "a\\tb", "text": "c"}\n'
+    fields = reader_of(tmp_path, "in.jsonl", lines)
+    kept, refused = map(open_writer(tmp_path / "out.tsv", rows=fields.layout).admit, fields.rows())
+    assert (kept.text, kept.fields) == ("a\tb", {"note": ["\t"]})
+    assert (refused.text, refused.fields) == (RowError("fields", MESSAGE.format("note")), {})
+    wide = reader_of(tmp_path, content=b'text,"a\tb"\n', delimiter=",")
+    with pytest.raises(UsageError, match=r"tsv cannot hold the name of the column 'a\\tb'; leave"):
+        open_writer(tmp_path / "out.tsv", rows=wide.layout)
+    bars = reader_of(tmp_path, "in.tsv", b"text|n\na\tb|c\n", delimiter="|", column="text")
+    (tab,) = map(open_writer(tmp_path / "out.tsv", rows=bars.layout).admit, bars.rows())
+    assert (tab.text, tab.cells) == (RowError("fields", MESSAGE.format("text")), (None, "c"))
+    # In answers and in `source` they become spaces; to TSV from TSV cells stay as they are.
     line = {"id": "3", "note": "", "source": "c", "text": "e\nf\r\ng\t"}
     lines = write(writer, tmp_path / "out.tsv", [line]).read_text(encoding="utf-8")
     assert lines.splitlines()[1] == "3\tc\t\te f  g \t\t\t\t\tfalse\t\t"
@@ -328,6 +343,16 @@ def test_a_bad_part_is_refused(tmp_path: Path, name: str, fault: str) -> None:
         expected = "bad (does not begin|has other columns)"
     with pytest.raises(InputError, match=expected):
         write(writer, tmp_path / name, [good, bad])
+
+
+@pytest.mark.parametrize("name", ["out.csv", "out.tsv.gz"])
+def test_a_header_longer_than_a_block(tmp_path: Path, name: str) -> None:
+    header, cells = ["text", *(f"column {n:040}" for n in range(9000))], ",x" * 9000
+    path = tmp_path / "in.csv"
+    path.write_text(",".join(header) + f"\na{cells}" * 5)
+    run(path, name, column="text")
+    rows = list(open_reader(tmp_path / name, column="text").rows())
+    assert [(row.text, row.fields["transferry_text"]) for row in rows] == [("a", "A")] * 5
 
 
 class FullDisk(io.BytesIO):
