@@ -164,8 +164,14 @@ class _Plan(ColumnarReader):
                 raise InputError(f"the batch has no column {name}; it has {known}")
             column = batch.column(name) if hasattr(batch, "schema") else batch[name]
             if not isinstance(column, pyarrow.Array | pyarrow.ChunkedArray):
-                column = pyarrow.array(column, from_pandas=True)
-            yield name, column
+                try:
+                    column = pyarrow.array(column, from_pandas=True)
+                except (pyarrow.ArrowException, ValueError, LookupError) as error:
+                    raise InputError(
+                        f"the batch: expected text in the column {name}, found {error}"
+                    ) from error
+            # An empty column of pandas is one of numbers.
+            yield name, column if len(column) else column.cast("string")
 
     def rows(self, first: int = 0, last: int | None = None) -> Iterator[InputRow]:
         """Streams the rows of the table."""

@@ -61,6 +61,7 @@ def test_frames_and_columns(mapper: Mapper, table: Any, expected: Any) -> None:
     assert str(found["target_tokens"].dtype) == "Int64"
     lists = mapper({"en": TEXTS, "text": TEXTS})
     assert (lists["text"], lists["transferry_text"]) == (TEXTS, answers)
+    assert list(mapper(pandas.DataFrame({"en": np.empty(0)}))["text"]) == []
     arrays = mapper({"en": np.array(TEXTS, object)})
     assert isinstance(arrays["text"], np.ndarray)
     assert arrays["text"].tolist() == answers
@@ -90,6 +91,9 @@ def test_mistakes_are_told_at_once(bundle_folder: Path, mapper: Mapper, table: A
         mapper(table.drop_columns("en"))
     with pytest.raises(InputError, match="expected text in the column en, found int64"):
         mapper({"en": [1, 2]})
+    for values in (["a", 5], ["\ud800"]):
+        with pytest.raises(InputError, match="expected text in the column en, found "):
+            mapper({"en": values})
 
 
 @pytest.mark.optional("datasets")
