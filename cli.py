@@ -44,9 +44,16 @@ from transferry.runtime.console.shared_options import (
     tasks_by,
 )
 from transferry.runtime.decoding.generation_options import GenerationOptions
-from transferry.runtime.errors import ProviderError
+from transferry.runtime.errors import InputError, ProviderError
+from transferry.runtime.io.atomic import atomic_file
 from transferry.runtime.jobs.job_options import JobOptions
 
+# Where each shell looks by itself, below the home folder; zsh only if its fpath names the folder.
+COMPLETIONS = {
+    "bash": ".local/share/bash-completion/completions/transferry",
+    "zsh": ".zfunc/_transferry",
+    "fish": ".config/fish/completions/transferry.fish",
+}
 CERTIFICATE = ("date", "against", "cell", "rows", "signature", "worth")
 
 
@@ -292,13 +299,29 @@ Examples:
   transferry completion fish > ~/.config/fish/completions/transferry.fish
 """
 )
-@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+@click.argument("shell", type=click.Choice([*COMPLETIONS]))
 @option("--install", is_flag=True, help="Write it to where SHELL looks, below the home folder.")
 def completion(shell: str, install: bool) -> None:
     """Print the script that completes commands and options in SHELL."""
-    from transferry.runtime.console import completion as shells
+    from click.shell_completion import get_completion_class
 
-    if install:
-        say(shells.install(main, shell))
-    else:
-        show(shells.script(main, shell).rstrip("\n"))
+    kind = get_completion_class(shell)
+    assert kind is not None
+    # click reads the version of bash only to warn about versions before 4.4.
+    made = kind(main, {}, "transferry", "_TRANSFERRY_COMPLETE")
+    script = made.source_template % made.source_vars()
+    if not install:
+        show(script.rstrip("\n"))
+        return
+    path = Path.home() / COMPLETIONS[shell]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{path.parent}: cannot be made: {error.strerror}") from error
+    with atomic_file(path) as file:
+        file.write(script.encode())
+    left = f"a new {shell} completes"
+    if shell == "zsh":
+        line = f"fpath=({path.parent} $fpath); autoload -Uz compinit; compinit"
+        left = f"add to ~/.zshrc, if it is not there: {line}"
+    say(f"{path}; {left}")

@@ -6,15 +6,15 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 import click
 
-from transferry.runtime.console.memory import TORCH_COMMANDS, out_of_memory, require_memory
 from transferry.runtime.console.progress import COMMAND_LINE, as_logged, log_line, logs_json
 from transferry.runtime.errors import InputError, TransferryError, UsageError, install_command
 from transferry.runtime.installation import installed_version
@@ -51,6 +51,14 @@ COMMON = {
 }
 # Headings: of the common options, and of those that few people need, listed last.
 FIRST, LAST = "Common options", ("Machine", "Proof", "Ray")
+# OpenBLAS exits with 1, and torch aborts, where a limit on the address space leaves no room.
+_MORE = "raise the limit (ulimit -v), or end other programs"
+# MiB of address space without which libraries cannot even be loaded: at least, and for each core,
+# whose threads reserve a stack and an arena. Measured with a tiny model on two cores, rounded up.
+_RUNTIME, _WITH_TORCH = (200, 40), (1200, 140)
+TORCH_COMMANDS = {"train", "import", "export", "audit"}
+# Messages of the dynamic loader.
+_NO_ROOM = ("failed to map segment", "annot allocate memory", "can't start new thread")
 CONFIG, HELP_ALL = f"{__name__}.config", f"{__name__}.help_all"
 
 
@@ -224,6 +232,37 @@ class CheckedCommand(click.Command):
                 yield parameter, kind, [path for path in paths if isinstance(path, Path)]
 
 
+def _require_memory(arguments: Sequence[str]) -> None:
+    """Raises InputError for a limit on the address space with which the command cannot begin."""
+    try:
+        import resource
+    except ImportError:  # there is no such limit on Windows
+        return
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY or "--help" in arguments:
+        return
+    torch = arguments[0] in TORCH_COMMANDS or any(
+        word.startswith("--checkpoint") for word in arguments
+    )
+    base, each = _WITH_TORCH if torch else _RUNTIME
+    least = base + each * (os.cpu_count() or 1)
+    if limit < least << 20:
+        raise InputError(
+            f"expected at least {least} MiB of address space, found a limit of {limit >> 20} MiB; "
+            f"{_MORE}"
+        )
+
+
+def _out_of_memory(error: BaseException) -> InputError | None:
+    """Returns the error for a user whose memory ran out; None for any other error."""
+    if isinstance(error, MemoryError) or any(text in str(error) for text in _NO_ROOM):
+        found = str(error).strip().splitlines()
+        return InputError(
+            f"there is not enough memory ({(found or ['out of memory'])[-1]}); {_MORE}"
+        )
+    return None
+
+
 # Makes a command of a function in another package, for `Commands.add_command`.
 command = partial(click.command, cls=CheckedCommand)
 
@@ -267,7 +306,7 @@ class Commands(click.Group):
     def invoke(self, context: click.Context) -> Any:
         """Runs the command."""
         try:
-            require_memory(shlex.split(context.meta[COMMAND_LINE])[1:])
+            _require_memory(shlex.split(context.meta[COMMAND_LINE])[1:])
             with _as_failures():
                 return super().invoke(context)
         except TransferryError as error:
@@ -289,7 +328,7 @@ class Commands(click.Group):
             extra = install_command("report" if page else "export")
             raise Failure(f"{message}; {extra}", UsageError.exit_code) from error
         except (MemoryError, ImportError, RuntimeError) as error:
-            if (told := out_of_memory(error)) is None:
+            if (told := _out_of_memory(error)) is None:
                 raise
             raise Failure(str(told), told.exit_code) from error
         except KeyboardInterrupt as error:

@@ -318,8 +318,8 @@ def test_every_cell_of_a_sheet_is_read(tmp_path: Path, size: str | None) -> None
     draw, path = random.Random(size), tmp_path / "in.xlsx"
     cells = ["".join(draw.choices(UNITS, k=3)) for _ in range(40)]
     book = openpyxl.Workbook()
-    for row in ("text", "n"), *((cell, number) for number, cell in enumerate(cells)):
-        book.active.append(row)
+    for line in ("text", "n"), *((cell, number) for number, cell in enumerate(cells)):
+        book.active.append(line)
     book.save(path)
     with zipfile.ZipFile(path) as file:
         members = {name: file.read(name) for name in file.namelist()}

@@ -13,8 +13,8 @@ import pytest
 
 from tests.runtime.jobs import helpers
 from tests.runtime.jobs.helpers import Deadly, Echo, joined
+from transferry.runtime.console.progress import estimate
 from transferry.runtime.errors import InputError, UsageError
-from transferry.runtime.jobs.estimate import estimate
 from transferry.runtime.jobs.job import Job
 from transferry.runtime.jobs.job_options import JobOptions, RayOptions
 from transferry.runtime.jobs.ray_job import ENVIRONMENT, RAY_LOG, ray_job

@@ -86,8 +86,8 @@ def test_tsv_has_no_place_for_tabs_and_line_breaks(tmp_path: Path) -> None:
     for row, name in zip(rows, ("note", "id", "text"), strict=True):
         assert row.text == RowError("fields", MESSAGE.format(name))
     assert [row.cells for row in rows] == [("1", "a", None), (None, "b", "z"), ("3", None, "")]
-    lines = b'{"note": ["\\t"], "text": "a\\tb"}\n{"note": "a\\tb", "text": "c"}\n'
-    fields = reader_of(tmp_path, "in.jsonl", lines)
+    objects = b'{"note": ["\\t"], "text": "a\\tb"}\n{"note": "a\\tb", "text": "c"}\n'
+    fields = reader_of(tmp_path, "in.jsonl", objects)
     kept, refused = map(open_writer(tmp_path / "out.tsv", rows=fields.layout).admit, fields.rows())
     assert (kept.text, kept.fields) == ("a\tb", {"note": ["\t"]})
     assert (refused.text, refused.fields) == (RowError("fields", MESSAGE.format("note")), {})
