@@ -80,7 +80,6 @@ class ChunkFolder(Journal):
 
     @property
     def files(self) -> Iterator[Path]:
-        """The files of the finished chunks, in order."""
         return (self.path(chunk.first) for chunk in self.chunks)
 
     @property
@@ -103,7 +102,6 @@ class ChunkFolder(Journal):
             shutil.rmtree(folder)
 
     def begin(self, fingerprint: Fingerprint, *, force: bool) -> str:
-        """Resumes the job if it was interrupted, or starts it."""
         self._name(fingerprint)
         note = super().begin(fingerprint, force=force)
         self.outputs.mkdir(exist_ok=True)

@@ -298,7 +298,6 @@ class ChunkRunner(Runner):
         add: Callable[[Tally], None],
         watch: Callable[[Summary], None],
     ) -> None:
-        """Finishes every chunk that is not finished yet."""
         folder = cast(ChunkFolder, journal)
         summary.saved = folder.rows
         require_unchanged(job, folder)

@@ -30,13 +30,8 @@ def decoded(line: bytes, encoding: str = "utf-8") -> str | RowError:
             f"expected {tried}, found the byte 0x{line[error.start]:02x} at position {error.start} "
             f"({error.reason})",
         )
-    return with_nul(text) or text
-
-
-def with_nul(text: str) -> RowError | None:
-    """Returns the error of a text with a NUL, at which other programs would end it."""
-    place = text.find("\0")
-    return None if place < 0 else RowError("malformed", f"found a NUL at position {place}")
+    place = text.find("\0")  # at which other programs would end it
+    return text if place < 0 else RowError("malformed", f"found a NUL at position {place}")
 
 
 def has_nul(value: Any) -> bool:

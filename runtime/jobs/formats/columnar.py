@@ -126,7 +126,6 @@ class ParquetReader(ColumnarReader):
         return [*super().outline(), hashlib.sha256(footer.getvalue()).hexdigest()]
 
     def rows(self, first: int = 0, last: int | None = None) -> Iterator[InputRow]:
-        """Streams rows first to last - 1."""
         skipped = bisect_right(self.boundaries, first) - 1
         with opened_parquet(self._steady, self._footer) as file:
             for group, start in enumerate(self.boundaries[skipped:-1], skipped):
@@ -161,7 +160,6 @@ class ArrowReader(ColumnarReader):
             return None
 
     def rows(self, first: int = 0, last: int | None = None) -> Iterator[InputRow]:
-        """Streams rows first to last - 1."""
         with _opened_arrow(self._steady) as (_, batches):
             begun, start, ahead = 0, 0, list[Any]()
             for batch in batches:  # of those before the first row only the length is read

@@ -201,7 +201,6 @@ class _LineReader(RowReader):
             raise unreadable(self.file, error) from error
 
     def start(self, at: int) -> int:
-        """Returns the byte of the first row that begins at a byte or behind it; 0 for the first."""
         if at >= self._steady.size:
             return at
         header = islice(self._split(self._raw_lines(0, keep_ends=True)), self._above)
@@ -214,17 +213,14 @@ class _LineReader(RowReader):
             return int(file.tell())
 
     def cut(self, begin: int, end: int) -> None:
-        """Leaves only the rows between two bytes; numbers them anew."""
         self._index, self._stop = LineIndex([self._above], [begin]), end
 
     @property
     def size(self) -> int:
-        """Bytes of the rows, header included; 0 if unknown."""
         begin = self._index.before(self._above)[1] if self._stop < math.inf and self._index else 0
         return int(min(self._steady.size, self._stop)) - begin
 
     def share(self, place: Any = None) -> float:
-        """Returns the share of the bytes before a place, or read so far."""
         size, end = self.size, min(self._steady.size, self._stop)
         return 1 - (end - (self._steady.at if place is None else place[1])) / size if size else 0.0
 
@@ -233,7 +229,6 @@ class _LineReader(RowReader):
         return list(self._index.before(first + self._above)) if self._index else [0, 0]
 
     def keep(self, first: int, rows: int, place: Any) -> tuple[int, Any]:
-        """Reads lines and keeps their bytes; see `RowReader.keep`."""
         number, start = place
         kept = self._steady.kept = Kept(start)
         size, skipped = 0, first + self._above - number

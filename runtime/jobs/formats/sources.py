@@ -246,44 +246,36 @@ class Series(RowReader):
 
     @property
     def steady(self) -> Sequence[Steady]:
-        """The files."""
         return [file for reader in self._readers for file in reader.steady]
 
     @property
     def counts(self) -> list[int | None]:
-        """Rows of each file, where known."""
         return [self._counts.get(place, reader.count) for place, reader in enumerate(self._readers)]
 
     @property
     def count(self) -> int | None:  # type: ignore[override]
-        """Number of rows, where it is known without reading them."""
         counts = self.counts
         return None if None in counts else sum(cast("list[int]", counts))
 
     @property
     def seeks(self) -> bool:  # type: ignore[override]
-        """Whether reading begins at any row without reading all rows before it."""
         return all(reader.seeks for reader in self._readers)
 
     def number(self, folder: Path | None = None, share: float = 0.0) -> None:
-        """Makes the counts of all files known."""
         begin = int(share * len(self._readers))
         for reader in (*self._readers[begin:], *self._readers[:begin]):
             reader.number(folder, share)
 
     def outline(self) -> list[Any]:
-        """Returns facts that differ between inputs."""
         return [reader.outline() for reader in self._readers]
 
     def start(self, at: int) -> int:
-        """Returns the byte of a row, of all files together."""
         place = bisect_right(self.starts, at) - 1
         if place == len(self._readers) or at == (begin := self.starts[place]):
             return at
         return begin + self._readers[place].start(at - begin)
 
     def cut(self, begin: int, end: int) -> None:
-        """Leaves only the rows between two bytes; numbers them anew."""
         kept = []
         for reader, low, high in zip(self._readers, self.starts, self.starts[1:], strict=False):
             if max(begin, low) < min(end, high):
@@ -295,7 +287,6 @@ class Series(RowReader):
 
     @cached_property
     def boundaries(self) -> Sequence[int]:  # type: ignore[override]
-        """Those of all files."""
         found = array("q")
         for reader in self._readers:
             start = found[-1] if found else 0
@@ -309,11 +300,9 @@ class Series(RowReader):
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
         return self.starts[-1]
 
     def share(self, place: Any = None) -> float:
-        """Returns the share of the bytes before a place."""
         number = self._reading if place is None else place[0]
         inner = self._readers[number].share(None if place is None else place[2])
         before, after = self.starts[number : number + 2]
@@ -321,7 +310,6 @@ class Series(RowReader):
 
     @property
     def keeps(self) -> bool:  # type: ignore[override]
-        """Whether `keep` reads rows where the rows before them end."""
         return all(reader.keeps for reader in self._readers)
 
     def place(self, first: int) -> Any:
@@ -334,7 +322,6 @@ class Series(RowReader):
         return [number, start, self._readers[number].place(first - start)]
 
     def keep(self, first: int, rows: int, place: Any) -> tuple[int, Any]:
-        """Keeps rows of one file or several; see `RowReader.keep`."""
         begun, start, inner = place
         for file in self.steady:
             file.kept = None

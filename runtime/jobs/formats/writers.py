@@ -384,7 +384,6 @@ class ParquetWriter(RowWriter):
     group: int = ROW_GROUP
 
     def write(self, records: Iterable[Record], file: BinaryIO) -> None:
-        """Writes records in groups of rows."""
         pyarrow, rows = import_pyarrow(), iter(records)
         # Closed after an error too: else its destructor complains of the closed file.
         with pyarrow.parquet.ParquetWriter(file, self.schema) as writer:
@@ -430,7 +429,6 @@ class ParquetWriter(RowWriter):
         return dict(zip(names, whole.columns, strict=True))
 
     def join(self, files: Iterable[Path], file: BinaryIO, first: int | None = None) -> None:
-        """Writes the rows of several files as one, in the same groups as `write`."""
         import pyarrow
 
         found = (batch for path in files for batch in self._batches(path))
