@@ -176,17 +176,6 @@ def test_long_rows_are_answered_in_pieces(
     assert "length" in reasons
 
 
-def test_pieces_are_sampled_each_for_itself(engine: Engine, texts: list[str]) -> None:
-    """A sentence three times as long as it may be, of equal sentences."""
-    text = f"{texts[3]} " * 3
-    assert engine.preprocessor.pieces(text) == [texts[3]] * 3
-    options = replace(SAMPLING, n_best=1)
-    (result,) = engine.generate([text], options, long_rows="split")
-    tokens = result.hypotheses[0].tokens
-    third = len(tokens) // 3
-    assert tokens[:third] != tokens[third : 2 * third]
-
-
 def piece(text: str, reason: FinishReason, *tokens: int) -> GenerationResult:
     return GenerationResult("x", 3, (TextHypothesis(tokens, -1.5, -0.5, reason, text),))
 
@@ -214,11 +203,6 @@ def test_what_cannot_be_joined_is_not_split(engine: Engine, writer_bundle_folder
         engine.generate([], BEAM, long_rows="split")
     with pytest.raises(UsageError, match="long_rows=split and a decoder-only bundle exclude"):
         Engine.load(writer_bundle_folder).generate([], GREEDY, long_rows="split")
-
-
-def test_no_rows_in_no_rows_out(engine: Engine) -> None:
-    assert list(engine.generate([], GREEDY)) == []
-    assert len(list(engine.generate(["", ""], GREEDY))) == 2
 
 
 def test_an_endless_stream_is_read_two_windows_ahead(bundle_folder: Path, texts: list[str]) -> None:
@@ -296,8 +280,6 @@ def test_load_refuses(bundle_folder: Path, load: Callable[[Path], Engine], messa
         (pyarrow.table({"t": ["five"]}), None, "such as a list, found a table; give one column"),
         (["five"], {"first_row": -1}, "first_row must be a whole number of at least 0, found -1"),
         (["five"], {"first_row": 2**63}, "first_row must be a whole number of at most"),
-        (["five"], {"options": {"beam": 4}}, "options must be GenerationOptions, found {'beam': 4"),
-        (["five"], {"long_rows": ["error"]}, "long_rows must be one of"),
     ],
 )
 def test_misuse_is_told_in_words(

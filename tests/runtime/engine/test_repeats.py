@@ -61,19 +61,6 @@ def test_the_table_forgets_what_was_asked_for_longest_ago() -> None:
     assert len(computed) == 300, "more than the table holds"
 
 
-def test_answers_are_the_same_with_and_without(bundle_folder: Path) -> None:
-    engine = Engine.load(bundle_folder, replicas=2, batches=BatchOptions(rows=4, window=6))
-    draw = random.Random(3)
-    texts = [draw.choice(["a dog", "two men talk", "", "the cat sits", "go"]) for _ in range(40)]
-    found = list(engine.generate(texts, GREEDY))
-    assert sum(each.repeated for each in found) >= 20
-    for text, each in zip(texts, found, strict=True):
-        assert each == next(engine.generate([text], GREEDY))
-    drawn = list(engine.generate(["go"] * 12, sample=True, max_length=8, seed=1))
-    assert not any(each.repeated for each in drawn)
-    assert len({each.hypotheses[0].tokens for each in drawn}) > 1
-
-
 def test_an_endless_stream_of_equal_rows_needs_no_end(bundle_folder: Path) -> None:
     def endless() -> Iterator[str]:
         while True:
