@@ -222,15 +222,10 @@ class Results(Iterator[Answer]):
 
     async def __anext__(self) -> Answer:
         """Waits in a thread, so that the event loop goes on."""
-        found = await asyncio.to_thread(self._next_or_end)
+        found = await asyncio.to_thread(next, self, None)
         if found is None:
             raise StopAsyncIteration
-        return found[0]
-
-    def _next_or_end(self) -> tuple[Answer] | None:
-        for answer in self:
-            return (answer,)
-        return None
+        return found
 
     def close(self) -> None:
         """Stops the computation."""
