@@ -6,15 +6,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tests.export.test_family import OTHERS, config_of
+from transferry.build_model.checkpoint import Checkpoint
 from transferry.build_model.model.transformer import Transformer
-from transferry.export import arithmetic
+from transferry.export import arithmetic, torch_model
 from transferry.export.arithmetic import Arithmetic, Moved, Rounded, round_blocks, round_to
 from transferry.export.oracle.cases import random_case
 from transferry.export.torch_model import TorchDecoder
-from transferry.runtime.proof.compare import observe
+from transferry.runtime.proof.compare import Case, observe
 
 KINDS = {
     **OTHERS,
@@ -102,3 +104,46 @@ def test_new_zeros_convert_no_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     with Arithmetic(model, torch.float64):
         (past, *_) = model.empty_past(2)
     assert (past[0].dtype, past[0].shape[2], converted) == (torch.float64, 0, [])
+
+
+LENGTH = 30
+
+
+@pytest.fixture(scope="module")
+def oracle(checkpoint: Checkpoint) -> TorchDecoder:
+    return TorchDecoder.oracle(checkpoint.model)
+
+
+@pytest.fixture(scope="module")
+def case(checkpoint: Checkpoint) -> Case:
+    """Three rows of unequal length and nine target tokens."""
+    case = random_case(checkpoint.model.config, 3, 8, 6, seed=3)
+    assert len(set(case.mask.sum(axis=1).tolist())) > 1
+    return case
+
+
+def logits_of_model(decoder: TorchDecoder, case: Case) -> NDArray[np.float64]:
+    """Logits of the model in one call, without a cache."""
+    tensors = [torch.from_numpy(array) for array in (case.source, case.mask, case.target)]
+    with torch.inference_mode():
+        logits: NDArray[np.float64] = decoder.model(*tensors).numpy()
+    return logits
+
+
+def test_the_same_source_is_read_once(
+    oracle: TorchDecoder, case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = oracle.start(case.source, case.mask)
+    assert oracle.start(case.source.copy(), case.mask.copy()) is state
+    shorter = case.mask.copy()
+    shorter[0, -1] = not shorter[0, -1]
+    assert oracle.start(case.source, shorter) is not state
+    monkeypatch.setattr(torch_model, "KEPT_STATE", case.source.size)
+    long = oracle.start(case.source, case.mask)
+    assert oracle.start(case.source, case.mask) is not long
+
+
+def test_dropout_is_off(checkpoint: Checkpoint, case: Case) -> None:
+    model = TorchDecoder.oracle(checkpoint.model).model.train()
+    decoder = TorchDecoder(model)
+    np.testing.assert_array_equal(logits_of_model(decoder, case), logits_of_model(decoder, case))

@@ -92,21 +92,6 @@ bundle.export_bundle(load_checkpoint(run), out, contents, prove=lambda *given: N
     assert files_of(out) == files_of(bundle_folder)
 
 
-def test_manifest_describes_the_checkpoint(bundle: Bundle, checkpoint: Checkpoint) -> None:
-    config = checkpoint.model.config
-    assert bundle.manifest.model == config.to_dict()
-    assert bundle.manifest.generation == {"max_length": config.max_positions}
-    assert bundle.manifest.versions.keys() >= {"transferry", "torch", "onnx", "onnxscript"}
-    assert bundle.tokenizer.vocabulary_size == checkpoint.tokenizer.vocabulary_size
-
-
-def test_record_holds_the_texts(bundle: Bundle, sources: list[list[int]]) -> None:
-    reference = Reference.load(bundle.folder / REFERENCE)
-    assert reference.sources == sources
-    assert len(reference.cases) == 3
-    assert [item.name for item in reference.searches] == ["greedy", "beam 4"]
-
-
 def test_checks_pass(bundle: Bundle) -> None:
     check_graphs(bundle, bundle.variant())
     report = check_bundle(bundle)

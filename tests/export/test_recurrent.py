@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests.conftest import THOROUGH
 from tests.export.conftest import opened, verified
 from tests.export.faults.bundles import bundle_test
 from transferry.build_model.checkpoint import Checkpoint
@@ -20,7 +19,6 @@ from transferry.export.oracle.cases import random_case
 from transferry.export.oracle.effort import Effort
 from transferry.export.subject.bundle_copy import BundleCopy, add, constant, replace
 from transferry.runtime.bundle.bundle import Bundle
-from transferry.runtime.bundle.specs import CacheSpec
 from transferry.runtime.errors import UsageError
 from transferry.runtime.proof.views import report_text
 
@@ -77,28 +75,6 @@ def test_the_scan_neither_overflows_nor_cancels(size: float) -> None:
     assert gate.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("cut", [1, 4, 9])
-def test_step_and_whole_sequence_are_the_same(cut: int) -> None:
-    one = model().double()
-    generator = torch.Generator().manual_seed(3)
-    source, target = (torch.randint(4, 99, (3, size), generator=generator) for size in (7, 19))
-    mask = torch.ones(3, 7, dtype=torch.bool)
-    whole = one(source, mask, target)
-    cross, past, found = one.cross(one.encode(source, mask)), one.empty_past(3), []
-    for first in range(0, 19, cut):
-        logits, past = one.decode(target[:, first : first + cut], mask, cross, past)
-        found.append(logits)
-    torch.testing.assert_close(torch.cat(found, 1), whole, rtol=1e-12, atol=1e-12)
-
-
-def test_padding_behind_the_target_changes_nothing() -> None:
-    one = model()
-    source, mask = torch.arange(4, 9)[None], torch.ones(1, 5, dtype=torch.bool)
-    target = torch.arange(5, 12)[None]
-    longer = torch.nn.functional.pad(target, (0, 3))
-    torch.testing.assert_close(one(source, mask, longer)[:, :7], one(source, mask, target))
-
-
 @pytest.mark.usefixtures("screened")
 @pytest.mark.parametrize(
     "variant",  # test_conformance.py has int4
@@ -110,6 +86,7 @@ def test_every_variant_is_torchs_model(
     checkpoint, bundle = side(request, variant)
     report = verified(checkpoint, bundle, texts[:4], variant, effort=Effort(batch_rows=4))
     assert report.passed, report_text(report)
+    assert "gather" not in bundle.variant(variant).graphs, "a state has no columns"
     if variant in ("portable", "cpu-fp32"):
         assert [item.identical for item in report.decisions][:2] == [4, 4]
     assert {"past.0.cell", "past.1.cell"} < {item.tensor for item in report.comparisons}
@@ -139,26 +116,6 @@ def test_a_wrong_state_is_caught(
     wrong = {item.tensor for item in compare_cases(oracle, served, cases) if item.fault}
     assert {"past.0.cell", "logits"} <= wrong
     assert "cross.0.keys" not in wrong
-
-
-def test_the_manifest_says_what_a_decoder_carries(
-    recurrent_variants: Bundle, calm_recurrent_variants: Bundle
-) -> None:
-    bundles = calm_recurrent_variants, recurrent_variants
-    found = {name: each for bundle in bundles for name, each in bundle.manifest.variants.items()}
-    assert {name: each.cache for name, each in found.items()} == {
-        "portable": CacheSpec(False, "float32", "state"),
-        "cpu-fp32": CacheSpec(True, "float32", "state"),
-        "cpu-int8": CacheSpec(True, "int8", "state"),
-        "cpu-int4": CacheSpec(True, "float32", "state"),
-        **({"cuda-fp16": CacheSpec(True, "float16", "state")} if THOROUGH else {}),
-    }
-    for name, variant in found.items():
-        past = [each for each in variant.graphs["decoder"].inputs if each.role == "past"]
-        shape = ("batch", 1, 1, 32) if name == "portable" else ("past", 32)
-        kind = "float16" if name == "cuda-fp16" else "float32"
-        assert [(each.shape, each.type) for each in past] == [(shape, kind)] * 2
-        assert "gather" not in variant.graphs
 
 
 def test_a_selection_moves_no_state(recurrent_variants: Bundle) -> None:

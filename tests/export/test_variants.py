@@ -19,7 +19,7 @@ from transferry.export.oracle import effort
 from transferry.export.oracle.cases import random_case
 from transferry.export.oracle.oracle import Oracle
 from transferry.export.recipes import RECIPES, recipe_of
-from transferry.export.trace.store import ALIGNMENT, WEIGHTS, write_graphs
+from transferry.export.trace.store import ALIGNMENT, WEIGHTS
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.specs import CacheSpec
 from transferry.runtime.errors import ParityError, UsageError
@@ -59,20 +59,6 @@ def test_variants_say_what_they_are(all_variants: Bundle) -> None:
             assert model.opset_imports[""] == variant.opset
             standard = {node.domain for node in model.graph} <= {""}
             assert standard or name != "portable", "any runtime can run it"
-
-
-def test_cpu_fp32_adds_nothing_to_the_weights(
-    checkpoint: Checkpoint, bundle: Bundle, tmp_path: Path
-) -> None:
-    """Not screened: byte for byte the file of the portable graphs alone."""
-    graphs = [
-        graph
-        for name in ("portable", "cpu-fp32")
-        for graph in graphs_of(checkpoint.model, name).values()
-    ]
-    write_graphs([(graph.model, tmp_path / graph.spec.file) for graph in graphs])
-    alone = bundle.folder / "portable" / WEIGHTS
-    assert (tmp_path / "portable" / WEIGHTS).read_bytes() == alone.read_bytes()
 
 
 def test_screening_adds_the_lm_head_in_int8(all_variants: Bundle, bundle: Bundle) -> None:

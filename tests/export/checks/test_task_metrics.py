@@ -95,15 +95,6 @@ def test_half_precision_passes_as_what_it_is(
     ]
 
 
-def test_half_precision_does_not_pass_for_float32(
-    checkpoint: Checkpoint, bundle_folder: Path, texts: list[str], tmp_path: Path
-) -> None:
-    bundle = rounded(bundle_folder, tmp_path / "b", "float32", 10)
-    report = verify(checkpoint, bundle, texts[:2], effort=BRIEF)
-    faulty = {stage.name for stage in report.stages() if stage.faults}
-    assert faulty == {"encoder", "first step", "later step", "text"}
-
-
 def test_four_bits_do_not_pass_for_half_precision(
     checkpoint: Checkpoint, bundle_folder: Path, texts: list[str], tmp_path: Path
 ) -> None:

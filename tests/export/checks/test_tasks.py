@@ -1,4 +1,4 @@
-"""Tasks of an encoder-only model in batches: wrong batches and wrong results are seen."""
+"""Tasks of an encoder-only model in batches, and scores: wrong batches and results are seen."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -12,19 +12,24 @@ import torch
 
 from tests.export.conftest import opened
 from tests.export.faults.bundles import Side, bundle_test, side_of
+from transferry.export.checks import texts as fed
 from transferry.export.checks.check import Findings, prove
 from transferry.export.checks.task_metrics import task_metrics
 from transferry.export.checks.tasks import ServedTasks
+from transferry.export.checks.texts import compare_scores
 from transferry.export.faults import self_test
 from transferry.export.faults.variant_faults import batch_faults
 from transferry.export.oracle.oracle import Oracle
 from transferry.export.oracle.results import RESULTS
 from transferry.export.oracle.served import Watched
 from transferry.export.torch_model import TorchDecoder
+from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.tasks import embed, fill_mask
+from transferry.runtime.engine.tasks.score import ScoreResult, score
 from transferry.runtime.engine.tasks.table import TASKS
 from transferry.runtime.ort.encoder import EncoderModel
+from transferry.runtime.ort.portable_decoder import PortableDecoder
 from transferry.runtime.precision import INT8
 from transferry.runtime.proof.compare import Tolerance
 from transferry.runtime.proof.recorded import verify_recorded
@@ -179,3 +184,39 @@ def test_a_fault_of_batches_shows_against_the_record(
     found = subject.reopened(copy.folder)
     report = verify_recorded(found.bundle, found.model)
     assert any("recorded rows" in item.case and item.fault for item in report.comparisons)
+
+
+@pytest.fixture
+def compared(oracle: Oracle, bundle: Bundle, decoder: PortableDecoder) -> Callable[..., list[str]]:
+    """The faults of the scores of texts as answers to each other."""
+
+    def faults(texts: list[str]) -> list[str]:
+        pairs = list(zip(texts, texts[::-1], strict=True))
+        return [item.fault for item in compare_scores(oracle, Engine(bundle, decoder), pairs)]
+
+    return faults
+
+
+def test_true_scores_pass(compared: Callable[..., list[str]], texts: list[str]) -> None:
+    assert compared(texts) == [""]
+
+
+def test_a_wrong_score_fails(
+    compared: Callable[..., list[str]], texts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(row: ScoreResult) -> ScoreResult:
+        first, *others = row.log_probabilities
+        return replace(row, log_probabilities=(first + 1e-3, *others))
+
+    spoiled = lambda *given, **options: map(wrong, score(*given, **options))  # noqa: E731
+    monkeypatch.setattr(fed, "score", spoiled)
+    (fault,) = compared(texts)
+    assert "exceeds the budget" in fault
+
+
+def test_a_row_that_is_not_scored_fails(
+    compared: Callable[..., list[str]], texts: list[str]
+) -> None:
+    faults = compared([*texts, ""])
+    assert faults[0] == ""
+    assert "were not scored" in faults[-1]

@@ -1,4 +1,4 @@
-"""Each fault is planted as it says, and a fault without a place raises."""
+"""Each fault is planted as it says, without a place it raises; faults in `generate` are caught."""
 
 import dataclasses
 import math
@@ -11,20 +11,27 @@ import pytest
 import torch
 from torch import nn
 
-from transferry.build_model.checkpoint import Checkpoint
+from tests.export.faults.bundles import Side, bundle_test, self_tested, side_of
+from transferry.build_model.checkpoint import Checkpoint, load_samples
 from transferry.build_model.model.transformer import Transformer
 from transferry.export.checks.numbers import compare_cases
+from transferry.export.checks.weights import WEIGHTS
+from transferry.export.faults import self_test
 from transferry.export.faults.gate import Fault, rare_tokens
-from transferry.export.faults.self_test import FAULTS, brief_sweep, faults_of
+from transferry.export.faults.one_graph_faults import one_graph_faults
+from transferry.export.faults.self_test import FAULTS, BundleTest, brief_sweep, faults_of
 from transferry.export.oracle.cases import sizes, vocabulary
 from transferry.export.oracle.oracle import Oracle
 from transferry.export.subject.bundle_copy import BundleCopy, add, replace
 from transferry.runtime.bundle.bundle import Bundle
+from transferry.runtime.bundle.specs import ANSWERS
 from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.errors import InputError
 from transferry.runtime.ort.open_model import ServedModel, open_model
 from transferry.runtime.ort.session import SessionOptions
+from transferry.runtime.proof.certificates.strength import GRAPHS
 from transferry.runtime.proof.compare import Case, Tolerance
+from transferry.runtime.proof.report import Claim
 
 Pair = tuple[Checkpoint, Bundle]
 
@@ -230,3 +237,81 @@ def test_sweep_runs_through_the_vocabulary(pair: Pair) -> None:
     parts = [part for case in sizes(config) for part in (case.source, case.target)]
     drawn = set(np.concatenate([part.ravel() for part in parts]))
     assert len(drawn) < 3000
+
+
+LIMIT = Tolerance()
+
+
+# Words of the faults that are planted; all of them in the first.
+SIDES = {
+    "whole_bundle_folder": ("",),
+    # Faults of a prompt and of beams; the rest is the same.
+    "whole_writer_bundle_folder": ("padding", "swapped", "limit", "wrong lengths"),
+    "beam_bundle_folder": ("cache", "length penalty", "end tokens", "limit", "wrong log"),
+}
+
+
+@pytest.fixture(scope="module", params=SIDES)
+def side(request: pytest.FixtureRequest) -> Side:
+    run = "writer_run_folder" if "writer" in request.param else "run_folder"
+    samples = load_samples(request.getfixturevalue(run))[:4]
+    # Of different lengths, so that they are padded.
+    texts = [text[: 12 * number] for number, text in enumerate(samples, start=1)]
+    return side_of(request, run, request.param, texts)
+
+
+@pytest.fixture(autouse=True)
+def _answers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither graphs nor weights are compared, and the step graphs, which are honest, not run."""
+    monkeypatch.setattr(self_test, "weights_claim", lambda *_: Claim(WEIGHTS, ""))
+    monkeypatch.setattr(self_test, "brief_sweep", lambda config, rows: [])
+    monkeypatch.setattr(self_test, "lengths", lambda config, sources: [])
+
+
+def alone(test: BundleTest) -> BundleTest:
+    return dataclasses.replace(test, fresh=None)
+
+
+def test_each_fault_is_caught_by_the_answers(
+    side: Side, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    gate, folder = alone(bundle_test(side, LIMIT)).gate(whole=True), tmp_path / "copy"
+    honest = gate.subject.copy(folder)
+    faults = one_graph_faults(honest)
+    kinds = [fault.kind for fault in faults]
+    outputs = {f"generate: wrong {role.replace('_', ' ')}" for role in ANSWERS}
+    assert outputs <= set(kinds)
+    assert len(kinds) == len(set(kinds)) >= 14
+    words = SIDES[request.node.callspec.params["side"]]
+    faults = [fault for fault in faults if any(word in fault.kind for word in words)]
+    assert len(faults) >= len(words)
+    honest.rewrite()
+    honest.seal()
+    copy = gate.subject.reopened(folder)
+    assert not gate.caught_by(copy)
+    assert not gate.changes(copy)
+    honest.restore()
+    found = list(gate.plant(faults, folder))
+    assert len(found) == len(faults)
+    assert not [item for item in found if item is None or not item.caught_by]
+
+
+@pytest.mark.parametrize("side", ["whole_bundle_folder"], indirect=True)
+def test_the_self_test_plants_them_and_a_blunt_check_is_found_out(
+    side: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(self_test, "faults_of", lambda copy: [])
+    monkeypatch.setattr(BundleTest, "step_checks", lambda self, copy: iter(()))
+
+    def lengths_alone(copy: BundleCopy) -> list[Fault]:
+        return [fault for fault in one_graph_faults(copy) if fault.kind.endswith("wrong lengths")]
+
+    monkeypatch.setattr(self_test, "one_graph_faults", lengths_alone)
+    found = self_tested(side, LIMIT, stored=False)["generate: wrong lengths"]
+    assert found.kind == "generate: wrong lengths"
+    assert found.changes_answer
+    assert found.passed
+    assert found.caught_by not in ("", WEIGHTS, GRAPHS)
+    monkeypatch.setattr(self_test, "whole_searches", lambda *_: [])
+    missed = self_tested(side, LIMIT, stored=False)["generate: wrong lengths"]
+    assert (missed.changes_answer, missed.passed) == (True, False)

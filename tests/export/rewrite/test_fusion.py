@@ -1,7 +1,9 @@
 """Every linear layer becomes one product of matrices, and results stay the same."""
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -18,15 +20,19 @@ from tests.export.conftest import (
     require_torchs_answers,
     written,
 )
-from transferry.build_model.checkpoint import load_checkpoint
+from transferry.build_model.checkpoint import Checkpoint, load_checkpoint
 from transferry.build_model.model.transformer import Transformer
-from transferry.export.rewrite import fusion
+from transferry.export.bundle import check_graphs
+from transferry.export.rewrite import fused, fusion
 from transferry.export.rewrite.fused import linear_layers
 from transferry.export.rewrite.fusion import FloatKernels, Fusion, find_linear
+from transferry.export.rewrite.lm_head import approximate_graph
 from transferry.export.trace.editing import drop_unused
 from transferry.export.trace.graph import Graph
+from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.errors import ParityError
 from transferry.runtime.ort.open_model import ServedModel
+from transferry.runtime.tokenizer.byte_pair import PASSAGES
 
 Graphs = dict[str, Graph]
 Made = tuple[Transformer, Graphs, ServedModel]
@@ -78,23 +84,6 @@ def test_every_linear_layer_is_one_product(made: Made) -> None:
 def test_fused_graphs_answer_as_torch(made: Made) -> None:
     model, _, served = made
     require_torchs_answers(model, served)
-
-
-def test_outputs_have_the_dimensions_that_the_manifest_tells(made: Made) -> None:
-    """Three for an encoder-only model, as in the portable graph; two for a decoder."""
-    model, graphs, _ = made
-    for graph in graphs.values():
-        for spec, value in zip(graph.spec.outputs, graph.model.graph.outputs, strict=True):
-            assert value.name == spec.name
-            assert value.shape is not None
-            assert len(value.shape) == len(spec.shape)
-    outputs = {
-        spec.role: len(spec.shape)
-        for graph in graphs.values()
-        for spec in graph.spec.outputs
-        if spec.role in ("hidden", "logits")
-    }
-    assert outputs == dict.fromkeys(("hidden", "logits"), 2 if model.decoder else 3)
 
 
 def test_a_linear_layer_that_is_not_found_is_refused(
@@ -204,3 +193,77 @@ def test_a_power_of_two_divides_within_the_product_to_the_bit(bias: bool) -> Non
         assert ("Div" in upstream(value)) == left
         expected = np.float32(divisor) / whole if inverse else whole / np.float32(divisor)
         np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    "changes, fused",
+    [
+        pytest.param({}, 2, id="padding"),
+        pytest.param(dict(positions="none", relative_buckets=8), 2, id="distances"),
+        pytest.param(dict(windows=(3, 0), query_key_norm="head"), 2, id="windows"),
+        pytest.param(dict(positions="rotary"), 0, id="rotary"),
+        pytest.param(dict(key_value_heads=1), 0, id="grouped", marks=pytest.mark.thorough),
+        pytest.param(dict(attention_softcap=5.0), 0, id="capped", marks=pytest.mark.thorough),
+    ],
+)
+def test_an_encoder_of_fused_attentions_answers_as_torch(
+    changes: dict[str, Any], fused: int, tmp_path: Path
+) -> None:
+    model = random_reader(**changes)
+    graphs = graphs_of(model)
+    operators = [node.op_type for node in graphs["encoder"].model.graph]
+    assert operators.count("Attention") == fused
+    assert operators.count("Softmax") == 2 - fused
+    if fused:
+        assert operators.count("MatMul") == 0
+        assert operators.count("Expand") <= 2  # the bias is repeated once, not in every layer
+    bundle = written(tmp_path, model, "cpu-fp32", graphs)
+    check_graphs(bundle, bundle.variant())
+    sizes = [(1, 1, 0), (3, 7, 0), (2, 13, 2)]
+    require_torchs_answers(model, opened(bundle), PASSAGES, sizes)
+
+
+def test_an_attention_written_in_another_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "KEYS_IN_HEADS", [0, 2, 1, 3])
+    with pytest.raises(ParityError, match=r"cpu-fp32: expected 2 attentions of the enc.*found 0"):
+        graphs_of(random_reader())
+
+
+def test_a_variant_for_a_gpu_keeps_what_every_provider_has() -> None:
+    graphs = graphs_of(random_reader(), "cuda-fp16")
+    operators = {node.op_type for node in graphs["encoder"].model.graph}
+    assert "Softmax" in operators
+    assert "Attention" not in operators
+
+
+@pytest.fixture
+def head(all_variants: Bundle) -> Graph:
+    spec = all_variants.variant("cpu-fp32").graphs["lm_head"]
+    return Graph(ir.load(all_variants.graph(spec)), spec)
+
+
+def no_product(graph: ir.Graph) -> None:
+    graph[0].op_type = "MatMul"
+
+
+def another_node(graph: ir.Graph) -> None:
+    graph.append(ir.node("Relu", [graph.outputs[0]]))
+
+
+@pytest.mark.parametrize(("damage", "nodes"), [(no_product, 1), (another_node, 2)])
+def test_a_head_that_is_not_one_product_is_refused(
+    head: Graph, damage: Callable[[ir.Graph], None], nodes: int
+) -> None:
+    approximate_graph(head)
+    damage(head.model.graph)
+    with pytest.raises(ParityError, match=rf"expected one Gemm in .*head\.onnx, found {nodes}"):
+        approximate_graph(head)
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_small_vocabularies_are_not_screened(
+    calm: Checkpoint, monkeypatch: pytest.MonkeyPatch, more: int
+) -> None:
+    smallest = calm.model.config.vocabulary_size + more
+    monkeypatch.setattr("transferry.export.rewrite.lm_head.SMALLEST_VOCABULARY", smallest)
+    assert ("approximate_logits" in graphs_of(calm.model)) == (more == 0)

@@ -43,24 +43,6 @@ def test_every_linear_layer_is_quantised_and_every_input_once(graphs: dict[str, 
         assert count["Gemm"] == (0 if name == "lm_head" else layers.get(name, 0))
 
 
-def test_no_weight_of_a_linear_layer_is_left_in_float(graphs: dict[str, ir.Model]) -> None:
-    for model in graphs.values():
-        for name, value in model.graph.initializers.items():
-            if name.endswith(("weight", ".int8")):
-                assert value.shape is not None
-                assert (len(value.shape) == 2) == (value.dtype == ir.DataType.INT8), name
-
-
-def test_tied_embedding_is_stored_once(graphs: dict[str, ir.Model]) -> None:
-    """Both lookups and the LM head name the same bytes."""
-    places = []
-    for name in ("encoder", "decoder", "lm_head"):
-        tensor = graphs[name].graph.initializers["embedding.weight.int8"].const_value
-        assert isinstance(tensor, ir.ExternalTensor)
-        places.append((tensor.location, tensor.offset, tensor.length))
-    assert len(set(places)) == 1
-
-
 def test_the_same_export_gives_the_same_bytes(
     all_variants: Bundle, export_all: Callable[[Path], Bundle], tmp_path: Path
 ) -> None:

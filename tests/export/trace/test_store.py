@@ -8,9 +8,7 @@ import onnx_ir as ir
 import pytest
 from numpy.typing import NDArray
 
-from transferry.build_model.checkpoint import Checkpoint
-from transferry.export.trace.store import ALIGNMENT, SMALLEST, WEIGHTS, Places, write_graphs
-from transferry.runtime.bundle.bundle import Bundle
+from transferry.export.trace.store import SMALLEST, WEIGHTS, Places, write_graphs
 
 Place = tuple[int, int]
 
@@ -30,29 +28,6 @@ def arrays(path: Path) -> dict[str, NDArray[np.generic]]:
     """Every initializer as onnx itself loads it."""
     tensors = onnx.load(path).graph.initializer
     return {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in tensors}
-
-
-def test_each_weight_is_stored_once_as_the_bytes_of_the_checkpoint(
-    bundle: Bundle, checkpoint: Checkpoint
-) -> None:
-    """The checkpoint's tensors and the table of positions."""
-    tensors = {**checkpoint.model.state_dict(), "positions": checkpoint.model.positions}
-    expected = {f"model.{name}": tensor.numpy() for name, tensor in tensors.items()}
-    graphs = [bundle.graph(spec) for spec in bundle.variant().graphs.values()]
-    named = set()
-    for path in graphs:
-        loaded = arrays(path)
-        for name in loaded.keys() & expected.keys():
-            named.add(name)
-            assert loaded[name].dtype == expected[name].dtype
-            assert loaded[name].shape == expected[name].shape
-            assert loaded[name].tobytes() == expected[name].tobytes()
-    assert named == expected.keys()
-    stored = {place for path in graphs for place in places(path).values()}
-    large = [array.nbytes for array in expected.values() if array.nbytes >= SMALLEST]
-    assert sum(length for _, length in stored) == sum(large)
-    size = (graphs[0].parent / WEIGHTS).stat().st_size
-    assert sum(large) <= size < sum(large) + len(large) * ALIGNMENT
 
 
 def graph(**initializers: NDArray[np.generic]) -> ir.Model:
