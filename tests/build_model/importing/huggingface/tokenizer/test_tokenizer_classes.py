@@ -165,14 +165,22 @@ CHANGES: dict[str, tuple[Any, ...]] = {
 
 def alter(draw: Draw, record: dict[str, Any]) -> None:
     """Settings of a class itself, with other values in tokenizer.json."""
-    part = draw.choice(["normalizer", "pre_tokenizer", "decoder", "post_processor", "truncation"])
     values: dict[str, Any] = {
         "normalizer": {"type": "Lowercase"},
         "pre_tokenizer": {"type": "Whitespace"},
         "decoder": {"type": "Fuse"},
         "post_processor": None,
         "truncation": dict(direction="Left", max_length=4, strategy="LongestFirst", stride=0),
+        "padding": {
+            "strategy": {"Fixed": 20},
+            "direction": "Right",
+            "pad_to_multiple_of": None,
+            "pad_id": 0,
+            "pad_type_id": 0,
+            "pad_token": "a",
+        },
     }
+    part = draw.choice([*values])
     record[part] = values[part]
 
 

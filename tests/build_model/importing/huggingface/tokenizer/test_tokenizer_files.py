@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.build_model.importing.huggingface.drawn import tokenizers, transformers
+from tests.build_model.importing.huggingface.drawn import transformers
 from tests.build_model.importing.huggingface.small_models import (
     LEADING_BLANKS,
     TEXTS,
@@ -20,7 +20,6 @@ from tests.build_model.importing.huggingface.small_models import (
     marian_vocabulary,
     require_saved,
     require_their_tokens,
-    require_uncut,
 )
 from transferry.build_model.importing.huggingface.folder import PretrainedFolder
 from transferry.build_model.importing.huggingface.tokenizer.byte_tokenizer import ranks_of
@@ -37,24 +36,6 @@ def bert_cased(folder: Path) -> int:
     return size
 
 
-def saved_anew(kind: str, make: Callable[[Path], int]) -> Callable[[Path], int]:
-    """As transformers writes it today, tokenizer.json and nothing else."""
-
-    def write(folder: Path) -> int:
-        size = make(folder)
-        theirs = getattr(transformers, kind).from_pretrained(folder)
-        for path in folder.iterdir():
-            path.unlink()
-        theirs.save_pretrained(folder)
-        assert {path.name for path in folder.iterdir()} == {
-            "tokenizer.json",
-            "tokenizer_config.json",
-        }
-        return size
-
-    return write
-
-
 def llama_sentencepiece(folder: Path) -> int:
     size = llama_vocabulary(folder)
     (folder / "tokenizer.json").unlink()
@@ -65,16 +46,10 @@ def llama_sentencepiece(folder: Path) -> int:
 TOKENIZER_FILES: dict[str, tuple[str, str, Callable[[Path], int]]] = {
     "marian": ("marian", "MarianTokenizer", marian_vocabulary),
     "gpt2, vocab.json": ("gpt2", "GPT2Tokenizer", gpt2_vocabulary),
-    "gpt2, tokenizer.json": (
-        "gpt2",
-        "GPT2Tokenizer",
-        saved_anew("GPT2Tokenizer", gpt2_vocabulary),
-    ),
     "llama, tokenizer.json": ("llama", "LlamaTokenizer", llama_vocabulary),
     "llama, tokenizer.model": ("llama", "LlamaTokenizer", llama_sentencepiece),
     "bert, vocab.txt": ("bert", "BertTokenizer", bert_vocabulary),
     "bert, vocab.txt, cased": ("bert", "BertTokenizer", bert_cased),
-    "bert, tokenizer.json": ("bert", "BertTokenizer", saved_anew("BertTokenizer", bert_cased)),
 }
 # Ids in config.json; the last of the vocabulary is negative.
 IDS: dict[str, dict[str, Any]] = {
@@ -162,30 +137,6 @@ def test_llama_begins_and_ends_as_its_folder_says(
     change(tmp_path / "tokenizer_config.json", add_bos_token=True, bos_token="<begin>")
     with pytest.raises(InputError, match=r'bos_token is "<begin>", .*supported: <unk>, <s>, </s>'):
         imported_tokenizer("llama", lambda folder: 330, tmp_path)
-
-
-@pytest.mark.parametrize("template", ["$A", "<s> $A", "<s> <s> $A </s>"])
-def test_what_lies_around_a_text_is_seen_in_tokenizer_json(template: str, tmp_path: Path) -> None:
-    llama_vocabulary(tmp_path)
-    (tmp_path / "tokenizer_config.json").unlink()
-    path = tmp_path / "tokenizer.json"
-    found = tokenizers.Tokenizer.from_file(str(path))
-    found.post_processor = tokenizers.processors.TemplateProcessing(
-        single=template, special_tokens=[("<s>", 1), ("</s>", 2)]
-    )
-    # Settings left by a training must not cut or fill a text.
-    found.enable_truncation(3)
-    found.enable_padding(length=20)
-    found.save(str(path))
-    ours = imported_tokenizer("llama", lambda folder: found.get_vocab_size(), tmp_path)
-    before, _, after = template.partition("$A")
-    ids = {"<s>": 1, "</s>": 2}
-    assert ours.special.before == tuple(ids[token] for token in before.split())
-    assert ours.special.after == tuple(ids[token] for token in after.split())
-    assert len(ours.encode("hello world, this is a test")) not in (3, 20)
-    # A class that sets up its tokenizer does not keep them; others keep the file as it is.
-    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
-    require_uncut(imported_tokenizer("llama", lambda folder: found.get_vocab_size(), tmp_path))
 
 
 BYTES = list(byte_of_character())
