@@ -69,7 +69,7 @@ function defect(value, schema, where) {
   }
   if (schema.enum) return schema.enum.includes(value) ? "" : expected(schema.enum.join(", "));
   if (!TYPES[schema.type](value)) return expected(schema.type);
-  if (value < schema.minimum || value > schema.maximum) {
+  if (typeof value === "number" && (value < schema.minimum || value > schema.maximum)) {
     return expected(`${schema.minimum} to ${schema.maximum ?? "more"}`);
   }
   const size = value?.length;

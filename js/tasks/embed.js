@@ -17,6 +17,7 @@ export function embed(engine, text, { pooling, normalise = false, prompt, longRo
   if (![undefined, "mean", "first", "last"].includes(pooling)) {
     throw new UsageError(`pooling must be mean, first or last, found ${pooling}`);
   }
+  if (typeof normalise !== "boolean") throw new UsageError(`normalise must be true or false, found ${normalise}`);
   const { head } = engine.bundle.manifest;
   if (head?.vectors === "sparse" && pooling === undefined) {
     throw new UsageError("there are no sparse vectors in JavaScript; embed with the Python engine");

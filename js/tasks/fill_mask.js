@@ -17,7 +17,7 @@ export function fillMask(engine, text, { mask = "[MASK]", top = 5, longRows } = 
   const { special } = tokenizer;
   if (engine.decoder || special.mask === null) throw new UsageError("the bundle has no mask to fill in");
   if (!Number.isInteger(top) || top < 1) throw new UsageError(`top must be at least 1, found ${top}`);
-  if (!mask) throw new UsageError("mask must be a text");
+  if (typeof mask !== "string" || !mask) throw new UsageError(`mask must be text of a character or more, found ${mask}`);
   checkLongRows(longRows);
   const encodeMasked = (masked) => tokenizer.encodeMasked(masked.split(mask));
   const longest = tokenizer.longestToken && Math.max(tokenizer.longestToken, mask.length + 1);

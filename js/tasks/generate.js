@@ -32,7 +32,7 @@ export async function* generate(engine, text, options, how) {
   if (options.split_lines && !decoder.hasEncoder) {
     throw new UsageError("a prompt may hold line breaks, so split_lines needs an encoder-decoder");
   }
-  const source = Array.isArray(text) ? pythonJson(text) : text;
+  const source = Array.isArray(text) && text.length ? pythonJson(text) : text;
   const splits = typeof text === "string" && (options.split_lines ?? decoder.hasEncoder);
   const { lines, around } = splits ? cutLines(text) : { lines: [], around: [] };
   try {
@@ -178,7 +178,7 @@ function requestOf(engine, text, options, { row = 0, longRows, sourceLanguage, t
   const first = target !== null && !begins ? target : options.forced_begin;
   const forced = options.prefix.length + (options.forced_begin === null ? 0 : 1);
   const reserve = hasEncoder ? 0 : forced;
-  let { ids, truncated } = encode(engine, text, longRows, reserve);
+  let { ids, truncated } = encode(engine, text, { row, longRows }, reserve);
   if (sourceLanguage !== undefined) {
     const inner = ids.slice(special.before.length, ids.length - special.after.length);
     ids = special.wrapIn(special.language(sourceLanguage), inner);
@@ -203,17 +203,17 @@ function requestOf(engine, text, options, { row = 0, longRows, sourceLanguage, t
   return { ids, truncated, limit, first, bos, row };
 }
 
-function encode(engine, text, longRows, reserve) {
+function encode(engine, text, { row, longRows }, reserve) {
   const { positions } = engine;
   if (!Array.isArray(text)) {
     return encodeRow(text, engine.bundle.tokenizer, { positions, longRows, reserve });
   }
   if (text.length && text.every((each) => each !== null && typeof each === "object")) return chatIds(engine, text);
+  if (!text.length) throw new RowError("prompt", `expected messages or token ids in row ${row + 1}, found none`);
   const size = engine.bundle.manifest.model.vocabulary_size;
   if (!text.every((id) => Number.isInteger(id) && id >= 0 && id < size)) {
     throw new UsageError(`texts must be strings, lists of messages, or lists of token ids from 0 to ${size - 1}`);
   }
-  if (!text.length) throw new RowError("empty", "there are no tokens to work on");
   if (text.length <= positions) return { ids: text, truncated: false };
   if (longRows === "truncate" && positions > reserve) {
     return { ids: engine.bundle.tokenizer.special.cut(text, positions - reserve), truncated: true };
@@ -248,7 +248,7 @@ function recordOf(source, { tokens, truncated, found }, options) {
 
 function failed(source, { kind, message, tokens }, options) {
   const error = { kind, message };
-  const record = { source, text: "", finish_reason: "error", error, source_tokens: tokens };
+  const record = { source: typeof source === "string" ? source : "", text: "", finish_reason: "error", error, source_tokens: tokens };
   return options.n_best > 1 ? { ...record, n_best: [] } : record;
 }
 

@@ -22,8 +22,9 @@ export function score(engine, row, { longRows, sourceLanguage, targetLanguage } 
   }
   checkLongRows(longRows);
   const blank = decoder.hasEncoder ? { target } : {};
+  const { special } = engine.bundle.tokenizer;
+  const languages = [sourceLanguage, targetLanguage].map((name) => (name === undefined ? name : special.language(name)));
   return answered(source, blank, async () => {
-    const languages = { sourceLanguage, targetLanguage };
     const request = decoder.hasEncoder
       ? ofPair(engine, source, target, longRows, languages)
       : ofText(engine, source, longRows);
@@ -55,22 +56,21 @@ function ofText({ bundle, positions }, text, longRows) {
   return { given: ids.slice(0, -1), wanted: ids.slice(1), truncated };
 }
 
-function ofPair({ bundle, positions }, source, target, longRows, { sourceLanguage, targetLanguage }) {
+function ofPair({ bundle, positions }, source, target, longRows, [sourceLanguage, language]) {
   const { tokenizer } = bundle;
   const { special } = tokenizer;
-  const language = targetLanguage === undefined ? null : special.language(targetLanguage);
   const limits = { positions, longRows };
   let { ids, truncated } = encodeRow(source, tokenizer, limits);
   if (sourceLanguage !== undefined) {
     const inner = ids.slice(special.before.length, ids.length - special.after.length);
-    ids = special.wrapIn(special.language(sourceLanguage), inner);
+    ids = special.wrapIn(sourceLanguage, inner);
   }
   const encode = (text) => tokenizer.encodeTarget(text);
   const wrap = (inner) => [...inner, special.ends[0]];
   const answer = encodeRow(target, tokenizer, { ...limits, wrap }, encode);
   const wanted = answer.truncated ? answer.ids.slice(0, -1) : answer.ids;
   const begins = special.beginsWithLanguage;
-  const begin = language === null ? [special.bos] : begins ? [language] : [special.bos, language];
+  const begin = language === undefined ? [special.bos] : begins ? [language] : [special.bos, language];
   const given = [...begin, ...wanted.slice(0, -1)];
   if (given.length > positions) throw tooLong(given.length, positions);
   return { ids, given, wanted, truncated: truncated || answer.truncated };

@@ -148,6 +148,7 @@ const WRONG = [
   [["generation", "beam"], 0, "generation: beam"],
   [["generation", "beams"], 2, "did you mean beam?"],
   [["head"], { task: "draw" }, "head.task"],
+  [["head"], { toString: 1 }, "head.task"],
   [["head"], { task: "embed", default_prompt: "q" }, "no prompt"],
   [["variants", "portable", "opset"], 0.5, "variants.portable.opset"],
   [["variants", "portable", "graphs", "encoder"], null, "graphs.encoder"],

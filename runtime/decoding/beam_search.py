@@ -191,7 +191,7 @@ class BeamStrategy(Strategy):
         # raises it: no continuation scores above the beam itself at the maximal length. By the
         # heuristic of transformers it is compared at its present length. A negative penalty lowers
         # the score of longer ones.
-        penalty = self.options.length_penalty
+        penalty = float(self.options.length_penalty)  # numpy raises no integer to the power of -1
         never = self.options.early_stopping == "never" and penalty > 0
         length = (self.limits if never else self.lengths + 1)[sentences]
         settled = log_probability / length**penalty <= worst

@@ -19,6 +19,7 @@ from transferry.runtime.engine.result import RowError
 from transferry.runtime.errors import Option, UsageError, install_command
 from transferry.runtime.settings import shown
 from transferry.runtime.tokenizer.special_tokens import SpecialTokens, TextError
+from transferry.runtime.tokenizer.third_party import well_formed
 
 Row = TypeVar("Row")
 LongRows = Literal["error", "truncate", "split"]
@@ -350,7 +351,7 @@ def sentences(text: str) -> list[str]:
             f" split needs sentencex, which is not installed; {install_command('sentences')}",
         ) from error
     # sentencex applies its English rules to languages that it does not know.
-    found: list[str] = sentencex.segment("en", text)
+    found: list[str] = sentencex.segment("en", well_formed(text))
     return found
 
 

@@ -164,7 +164,7 @@ class HuggingFaceTokenizer(ThirdPartyTokenizer):
 
     @text_errors()
     def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(_well_formed(text), add_special_tokens=False).ids
+        ids: list[int] = self._tokenizer.encode(well_formed(text), add_special_tokens=False).ids
         return ids
 
     def vocabulary(self) -> Mapping[str, int]:
@@ -177,7 +177,7 @@ class HuggingFaceTokenizer(ThirdPartyTokenizer):
         As `gather_pre_entities` of transformers: a word continues at a marked piece of WordPiece or
         a piece of another length than its characters; in other models it begins at a blank.
         """
-        given, text, model = text, _well_formed(text), self._word_model
+        given, text, model = text, well_formed(text), self._word_model
         found = self._tokenizer.encode(text, add_special_tokens=False)
         named = model.unk_token
         unknown = model.unk_id if named is None else self._tokenizer.token_to_id(named)
@@ -203,7 +203,7 @@ class HuggingFaceTokenizer(ThirdPartyTokenizer):
     def encode_batch(self, texts: Iterable[str]) -> list[list[int]]:
         """Token ids of each text; the library uses all cores."""
         encodings = self._tokenizer.encode_batch(
-            list(map(_well_formed, texts)), add_special_tokens=False
+            list(map(well_formed, texts)), add_special_tokens=False
         )
         return [encoding.ids for encoding in encodings]
 
@@ -235,7 +235,7 @@ class HuggingFaceTokenizer(ThirdPartyTokenizer):
         text = "".join(
             piece if isinstance(piece, str) else mark + added[piece].content for piece in pieces
         )
-        found = tokenizer.encode(_well_formed(text), add_special_tokens=False).ids
+        found = tokenizer.encode(well_formed(text), add_special_tokens=False).ids
         return [ids.get(token, token) for token in found]
 
     def _chat_tokenizer(self, mark: str) -> tuple[Any, dict[int, int]]:
@@ -310,7 +310,7 @@ class SentencePieceTokenizer(ThirdPartyTokenizer):
 
     @text_errors()
     def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self._model.encode(_well_formed(text))
+        ids: list[int] = self._model.encode(well_formed(text))
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -339,7 +339,7 @@ class _Side:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text; pieces missing from the table become the unknown token."""
-        pieces = self.model.encode(_well_formed(text), out_type=str)
+        pieces = self.model.encode(well_formed(text), out_type=str)
         return [self.textual.get(piece, self.unknown) for piece in pieces]
 
 
@@ -468,7 +468,7 @@ KINDS: Mapping[str, type[ThirdPartyTokenizer]] = {
 }
 
 
-def _well_formed(text: str) -> str:
+def well_formed(text: str) -> str:
     """Replaces halves of surrogate pairs by U+FFFD, as tiktoken does; the libraries refuse them."""
     try:
         text.encode()

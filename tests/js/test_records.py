@@ -11,6 +11,7 @@ import pytest
 from tests.end_to_end import test_chats
 from tests.end_to_end.chat_templates import TEMPLATES
 from tests.js.cases import answers_of, npm_test, seal, write_cases
+from transferry.runtime.errors import UsageError
 from transferry.runtime.tokenizer.chat import ChatError
 
 SEARCHES: tuple[dict[str, Any], ...] = (
@@ -58,11 +59,15 @@ def test_generated_records(
     tmp_path: Path, bundle_folder: Path, writer_bundle_folder: Path, weight_only_bundle_folder: Path
 ) -> None:
     answers = [
-        answers_of(folder, "generate", {"max_length": 8, **options}, [*TEXTS, *LINES])
+        answers_of(folder, "generate", {"max_length": 8, **options}, [*TEXTS, *LINES, []])
         for folder, options in product((bundle_folder, writer_bundle_folder), SEARCHES)
     ]
     long = ["One. Two three! " * 9, "a" * 150, " " * 700 + "x", "Dr. A. B? " * 12]
-    long += [f" x {'b. ' * 40}\n\n{'c ' * 50}", "\u3000".join(["e", "\x1c f ", "g" * 70])]
+    long += [
+        f" x {'b. ' * 40}\n\n{'c ' * 50}",
+        "\u3000".join(["e", "\x1c f ", "g" * 70]),
+        "a. \udead " * 30,
+    ]
     pairs = [("anna", "a cat"), ("a dog", "b" * 2000), ("", "x"), ("x", " "), ("a", "b")]
     answers += [
         answers_of(bundle_folder, "generate", {"max_length": 8, "split_lines": False}, LINES),
@@ -80,7 +85,7 @@ def test_generated_records(
             for options in ({"max_length": 8}, {"max_length": 8, "beam": 4})
         ),
     ]
-    assert compared(tmp_path, answers) == {"empty", "lines", "too-long", "too-short"}
+    assert compared(tmp_path, answers) == {"empty", "lines", "prompt", "too-long", "too-short"}
 
 
 @pytest.mark.optional("node", "onnxruntime-node")
@@ -113,6 +118,8 @@ def test_records_of_heads(
         *(answers_of(tagger_bundle_folder, "tag", {"aggregation": k}, tagged) for k in kinds),
         answers_of(tagger_bundle_folder, "tag", {"long_rows": "truncate"}, tagged),
     ]
+    with pytest.raises(UsageError, match="aggregation must be one of none, simple"):
+        answers_of(tagger_bundle_folder, "tag", {"aggregation": "last"}, tagged)
     assert compared(tmp_path, answers) == {"empty", "too-long"}
     tags = [tag for each in answers for record in each["records"] for tag in record.get("tags", ())]
     assert {"PER", "B-PER", "O"} <= {tag["label"] for tag in tags}

@@ -28,7 +28,7 @@ from transferry.runtime.decoding.strategy import Request
 
 
 @pytest.mark.parametrize("early_stopping", [True, False, "never"])
-@pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 0.6, 1.0, 2.0])
+@pytest.mark.parametrize("length_penalty", [-1, 0.0, 0.6, 1.0, 2.0])
 # The last is as wide as the tree of all outputs.
 @pytest.mark.parametrize(("beam", "vocabulary"), [(2, 12), (3, 12), (5, 12), (130, 4)])
 def test_beam_search_is_the_plain_one(
