@@ -3,10 +3,8 @@
 import { Bundle } from "./bundle.js";
 import { DEFAULTS, generationOptions } from "./decoding/options.js";
 import { checkNames, UsageError } from "./errors.js";
-import { Decoder } from "./ort/decoder.js";
-import { Encoder } from "./ort/encoder.js";
-import { Graph } from "./ort/graph.js";
-import { Rounds } from "./ort/rounds.js";
+import { Decoder, Rounds } from "./ort/decoder.js";
+import { Encoder, Graph } from "./ort/graph.js";
 import { loadOnnxRuntime } from "./devices.js";
 import { checkLongRows } from "./rows.js";
 import { classify, rank, tag } from "./tasks/classify.js";
@@ -240,4 +238,33 @@ async function* batches(rows, size = 1) {
 function checkRow(row, name) {
   if (!(Number.isSafeInteger(row) && row >= 0)) throw new UsageError(`${name} must be a whole number from 0, found ${row}`);
   return row;
+}
+
+/**
+ * Opens a bundle for a task.
+ *
+ * @param {string} task "generate", "score", "embed", "fill-mask", "classify", "rank" or "tag"
+ * @param {string | URL | object} place see `Bundle.open`
+ * @param {object} [options] see `Engine.load`
+ * @returns {Promise<Function>} answers one row with a record, a list of rows with a list of records,
+ *   given the options of the task; it has `engine` and `close()`
+ */
+export async function pipeline(task, place, options) {
+  const engine = await Engine.load(place, options);
+  if (!engine.tasks.includes(task)) {
+    await engine.close();
+    throw new UsageError(`the bundle has no task ${task}; its tasks: ${engine.tasks.join(", ")}`);
+  }
+  const method = task.replace(/-./, (found) => found[1].toUpperCase());
+  const pairs = task === "rank" || (task === "score" && engine.decoder.hasEncoder);
+  const answer = async (rows, ...rest) => {
+    // One row may be a list itself: token ids, messages, or a pair of texts.
+    const first = rows?.[0];
+    const isRow = typeof first === "number" || (pairs && typeof first === "string") || (first && "role" in Object(first));
+    const several = Array.isArray(rows) && !isRow;
+    const records = [];
+    for await (const record of engine[method](several ? rows : [rows], ...rest)) records.push(record);
+    return several ? records : records[0];
+  };
+  return Object.assign(answer, { engine, close: () => engine.close() });
 }

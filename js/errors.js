@@ -39,3 +39,11 @@ function distance(one, other) {
   }
   return row.at(-1);
 }
+
+/** Throws UsageError for a part of a tokenizer that has no counterpart here. */
+export function refuse(what) {
+  throw new UsageError(
+    `the bundle's tokenizer has ${what} which this package does not read; pass \`tokenizer\` with ` +
+      "encode(text) and decode(ids), such as one of @huggingface/transformers",
+  );
+}

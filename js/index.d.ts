@@ -129,8 +129,14 @@ export function uniforms(
 ): Generator<number, never>;
 
 export interface RowError {
-  kind: "lines" | "prompt" | "empty" | "tokenizer" | "too-long" | "too-short" | "no-mask" | "not-finite";
+  kind: "lines" | "prompt" | "no-text" | "empty" | "tokenizer" | "too-long" | "too-short" | "no-mask" | "not-finite";
   message: string;
+}
+/** What records of all tasks have. */
+export interface RowRecord {
+  source: string;
+  error?: RowError;
+  truncated?: true;
 }
 export interface Answer {
   text: string;
@@ -138,50 +144,32 @@ export interface Answer {
   finish_reason: "end" | "stop" | "length" | "error";
 }
 /** A line of the output of `transferry run`. */
-export interface GenerationRecord extends Omit<Answer, "score"> {
-  source: string;
+export interface GenerationRecord extends RowRecord, Omit<Answer, "score"> {
   score?: number | null;
   target_tokens?: number;
-  error?: RowError;
   source_tokens: number;
   n_best?: Answer[];
-  truncated?: true;
 }
-export interface FilledMaskRecord {
-  source: string;
+export interface FilledMaskRecord extends RowRecord {
   text: string;
   masks?: { text: string; log_probability: number }[][];
-  error?: RowError;
-  truncated?: true;
 }
-export interface EmbeddingRecord {
-  source: string;
+export interface EmbeddingRecord extends RowRecord {
   /** In JSON a list of numbers. */
   vector?: Float32Array & { toJSON(): number[] };
-  error?: RowError;
-  truncated?: true;
 }
-export interface ScoreRecord {
-  source: string;
+export interface ScoreRecord extends RowRecord {
   target?: string;
   total?: number;
   tokens?: number[];
   log_probabilities?: number[];
-  error?: RowError;
-  truncated?: true;
 }
-export interface ClassifiedRecord {
-  source: string;
+export interface ClassifiedRecord extends RowRecord {
   label?: string;
   scores?: { label: string; score: number }[];
-  error?: RowError;
-  truncated?: true;
 }
-export interface RankedRecord {
-  source: string;
+export interface RankedRecord extends RowRecord {
   score?: number;
-  error?: RowError;
-  truncated?: true;
 }
 export interface Tag {
   text: string;
@@ -190,11 +178,8 @@ export interface Tag {
   label: string;
   score: number;
 }
-export interface TaggedRecord {
-  source: string;
+export interface TaggedRecord extends RowRecord {
   tags?: Tag[];
-  error?: RowError;
-  truncated?: true;
 }
 export interface RowOptions {
   /** Treatment of a text longer than the model's positions. */
@@ -203,7 +188,7 @@ export interface RowOptions {
 }
 export interface GenerationRowOptions extends Languages {
   /** "split" answers a text of an encoder-decoder in pieces; see `sentences` of LoadOptions. */
-  longRows?: "error" | "truncate" | "split";
+  longRows?: RowOptions["longRows"] | "split";
   signal?: AbortSignal;
 }
 export interface Message {

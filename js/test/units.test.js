@@ -11,7 +11,7 @@ import { translate } from "../tokenizer/pattern.js";
 import { weights } from "../decoding/sampling.js";
 import { encodeRow } from "../rows.js";
 import { encodeChat } from "../tokenizer/chat.js";
-import { SpecialTokens } from "../tokenizer/special_tokens.js";
+import { SpecialTokens } from "../tokenizer/text_tokenizer.js";
 import { openTokenizer, tokenizerFiles } from "../tokenizer/tokenizer.js";
 
 test("random numbers are those of numpy.random.Philox", () => {

@@ -20,7 +20,7 @@ export class BytePairTokenizer extends TextTokenizer {
   /**
    * @param {object} settings content of tokenizer.json
    * @param {Uint8Array[]} files ranks.tiktoken
-   * @param {object} special see special_tokens.js
+   * @param {object} special see text_tokenizer.js
    */
   constructor(settings, [content], special) {
     super();

@@ -10,8 +10,7 @@ import { BytePairTokenizer } from "./byte_pair.js";
 import { HuggingFaceTokenizer } from "./hugging_face/tokenizer.js";
 import { SentencePiecePair, SentencePieceTables } from "./sentence_piece/pair.js";
 import { SentencePieceTokenizer } from "./sentence_piece/tokenizer.js";
-import { SpecialTokens } from "./special_tokens.js";
-import { TextTokenizer } from "./text_tokenizer.js";
+import { SpecialTokens, TextTokenizer } from "./text_tokenizer.js";
 
 const FORMAT = 1;
 const PAIR = ["source.spm", "target.spm", "vocab.json"];

@@ -1,9 +1,8 @@
 // Tokens that a tokenizer.json adds to its model: found in a text before it is split.
 
-import { InputError } from "../../errors.js";
+import { InputError, refuse } from "../../errors.js";
 import { bytesIn } from "../utf8.js";
 import { literal, Piece, withoutBlanks } from "./piece.js";
-import { refuse } from "../refusal.js";
 
 const WORD = "[\\p{Alphabetic}\\p{M}\\p{Nd}\\p{Pc}\\u200c\\u200d]";
 const BEGINS = new RegExp(`^${WORD}`, "u");

@@ -1,9 +1,9 @@
 // Decoders of tokenizer.json: tokens in, parts of a text out.
 
-import { BYTES } from "./byte_characters.js";
+import { BYTES } from "./normalizers.js";
 import { expressionOf, matches } from "./piece.js";
 import { prependScheme } from "./pre_tokenizers.js";
-import { refuse } from "../refusal.js";
+import { refuse } from "../../errors.js";
 
 const CLEANED = [
   ...[".", "?", "!", ","].map((mark) => [` ${mark}`, mark]),

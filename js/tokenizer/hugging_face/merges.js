@@ -1,9 +1,8 @@
 // Byte-pair encoding by a list of merges, as `BPE` of Hugging Face's tokenizers.
 
-import { InputError } from "../../errors.js";
+import { InputError, refuse } from "../../errors.js";
 import { Heap } from "../heap.js";
 import { bytesIn, byteTokens } from "../utf8.js";
-import { refuse } from "../refusal.js";
 
 const SHIFT = 2 ** 26; // above every id, so that a pair of ids is one number
 

@@ -3,10 +3,9 @@
 // A model has size, id(token), token(id), and tokenize(text), which returns a list of
 // { id, token, from, to }: ids with their tokens, and the bytes of the text that they stand for.
 
-import { InputError } from "../../errors.js";
+import { InputError, refuse } from "../../errors.js";
 import { bytesIn, byteTokens } from "../utf8.js";
 import { Merges } from "./merges.js";
-import { refuse } from "../refusal.js";
 
 const MOST_CACHED = 10_000;
 

@@ -3,7 +3,7 @@
 import { bytesAsCharacters } from "./normalizers.js";
 import { BEHAVIORS, expressionOf, literal } from "./piece.js";
 import { translate } from "../pattern.js";
-import { refuse } from "../refusal.js";
+import { refuse } from "../../errors.js";
 
 // The pattern of ByteLevel.
 const GPT2 = translate(

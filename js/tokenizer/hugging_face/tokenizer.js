@@ -6,7 +6,6 @@ import { modelOf } from "./models.js";
 import { normalizer } from "./normalizers.js";
 import { Piece } from "./piece.js";
 import { preTokenizer } from "./pre_tokenizers.js";
-import { trimmed } from "./trimming.js";
 import { TextTokenizer } from "../text_tokenizer.js";
 import { unitsOfBytes } from "../utf8.js";
 
@@ -24,7 +23,7 @@ export class HuggingFaceTokenizer extends TextTokenizer {
   /**
    * @param {object} settings content of the bundle's tokenizer.json
    * @param {Uint8Array[]} files huggingface.json
-   * @param {object} special see special_tokens.js
+   * @param {object} special see text_tokenizer.js
    */
   constructor({ vocabulary_size: size }, [content], special) {
     super();
@@ -120,4 +119,26 @@ export class HuggingFaceTokenizer extends TextTokenizer {
 /** Returns a character of the private use area that a text lacks. */
 function markOf(text) {
   for (let code = 0xe000; ; code++) if (!text.includes(String.fromCharCode(code))) return String.fromCharCode(code);
+}
+
+// Blanks at the beginning of a token.
+const BLANKS = (token) => /^[\u0120\p{White_Space}]*/u.exec(token)[0];
+
+/** Returns tokens whose places hold no blanks at their ends (`process_offsets`). */
+function trimmed(tokens, processor) {
+  if (processor?.type === "Sequence") return processor.processors.reduce(trimmed, tokens);
+  if (!["ByteLevel", "RobertaProcessing"].includes(processor?.type) || processor.trim_offsets === false) {
+    return tokens;
+  }
+  const { add_prefix_space: blank = true } = processor;
+  return tokens.map((each, place) => {
+    let { start, end } = each;
+    let leading = [...BLANKS(each.token)].length;
+    const trailing = [...BLANKS([...each.token].reverse().join(""))].length;
+    // One alone was added; more were there before.
+    if (leading === 1 && blank && (place === 0 || start === 0)) leading = 0;
+    start = Math.min(start + leading, end);
+    if (trailing && end >= trailing) end = Math.max(end - trailing, start);
+    return { ...each, start, end };
+  });
 }

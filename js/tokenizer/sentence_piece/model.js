@@ -1,13 +1,14 @@
 // SentencePiece (Kudo and Richardson 2018): normalisation, pieces and texts as its library has them.
 
-import { byteTokens } from "../utf8.js";
+import { InputError, refuse } from "../../errors.js";
 import { Charsmap } from "../charsmap.js";
-import { refuse } from "../refusal.js";
-import { mergedPieces, unigramPieces } from "./segmentation.js";
-import { readModel, TYPES } from "./model_file.js";
+import { Heap } from "../heap.js";
+import { bytesIn, byteTokens } from "../utf8.js";
 
 export const BLANK = "\u2581";
 const REPLACEMENT = "\ufffd";
+const TYPES = { normal: 1, unknown: 2, control: 3, userDefined: 4, unused: 5, byte: 6 };
+const UNKNOWN_PENALTY = 10;
 
 /** An opened model. */
 export class SentencePieceModel {
@@ -170,4 +171,172 @@ function charactersOf(bytes) {
     }
   }
   return text;
+}
+
+/**
+ * Returns the likeliest pieces with their ids (`EncodeOptimized` of unigram_model.cc), in float32.
+ *
+ * @param {string} text
+ * @param {object} table pieces by id; ids of those that a text may have; unknown: the unknown id
+ */
+function unigramPieces(text, { pieces, ids, unknown }) {
+  const normal = pieces.filter(({ type }) => type === TYPES.normal);
+  const least = normal.reduce((smallest, { score }) => Math.min(smallest, score), Infinity);
+  const longest = pieces.reduce((size, { piece }) => Math.max(size, piece.length), 0);
+  const size = text.length;
+  const [scores, starts, chosen] = [new Float32Array(size + 1), new Int32Array(size + 1).fill(-1), []];
+  const consider = (start, end, score, id) => {
+    const sum = Math.fround(score + scores[start]);
+    if (starts[end] >= 0 && !(sum > scores[end])) return;
+    [scores[end], starts[end], chosen[end]] = [sum, start, id];
+  };
+  for (let start = 0; start < size; ) {
+    const one = text.codePointAt(start) > 0xffff ? 2 : 1;
+    let single = false;
+    for (let end = start + 1; end <= Math.min(size, start + longest); end++) {
+      const id = ids.get(text.slice(start, end));
+      if (id === undefined || pieces[id].type === TYPES.unused) continue;
+      // The longer a user-defined piece, the better.
+      const bonus = () => Math.fround(0.1 * (bytesIn(text.slice(start, end)) - 1));
+      consider(start, end, pieces[id].type === TYPES.userDefined ? bonus() : pieces[id].score, id);
+      single ||= end - start === one;
+    }
+    if (!single) consider(start, start + one, Math.fround(least - UNKNOWN_PENALTY), unknown);
+    start += one;
+  }
+  const found = [];
+  for (let end = size; end > 0; end = starts[end]) found.push([text.slice(starts[end], end), chosen[end]]);
+  return found.reverse();
+}
+
+/**
+ * Returns pieces by merges, the pair of the best score first (`SampleEncode` of bpe_model.cc).
+ *
+ * @param {string} text
+ * @param {object} table see `unigramPieces`
+ * @param {string[]} whole user-defined pieces, the longest first, which are never merged
+ */
+function mergedPieces(text, { pieces, ids }, whole) {
+  const symbols = [];
+  for (let place = 0; place < text.length; ) {
+    const own = whole.find((piece) => text.startsWith(piece, place));
+    const piece = own ?? String.fromCodePoint(text.codePointAt(place));
+    symbols.push({ piece, frozen: own !== undefined, before: symbols.length - 1, after: symbols.length + 1 });
+    place += piece.length;
+  }
+  const halves = new Map(); // of unused pieces
+  const waiting = new Heap();
+  const consider = (left, right) => {
+    const [one, other] = [symbols[left], symbols[right]];
+    if (!one || !other || one.frozen || other.frozen) return;
+    const id = ids.get(one.piece + other.piece);
+    if (id === undefined) return;
+    const size = one.piece.length + other.piece.length;
+    waiting.push({ rank: -pieces[id].score, place: left, right, size });
+    if (pieces[id].type === TYPES.unused) halves.set(one.piece + other.piece, [one.piece, other.piece]);
+  };
+  for (let place = 1; place < symbols.length; place++) consider(place - 1, place);
+  for (let pair; (pair = waiting.pop()); ) {
+    const [left, right] = [symbols[pair.place], symbols[pair.right]];
+    if (!left.piece || !right.piece || left.piece.length + right.piece.length !== pair.size) continue;
+    left.piece += right.piece;
+    left.after = right.after;
+    if (right.after < symbols.length) symbols[right.after].before = pair.place;
+    right.piece = "";
+    consider(left.before, pair.place);
+    consider(pair.place, left.after);
+  }
+  const apart = (piece) =>
+    pieces[ids.get(piece)]?.type === TYPES.unused && halves.has(piece)
+      ? halves.get(piece).flatMap(apart)
+      : [piece];
+  return symbols.filter(({ piece }) => piece).flatMap(({ piece }) => apart(piece));
+}
+
+/**
+ * Reads a model.
+ *
+ * @param {Uint8Array} content
+ * @returns {object} pieces: { piece, score, type } by id; unigram: whether it is of type unigram, else
+ *   BPE; byteFallback; suffix: whether blanks belong to the word before; unknownSurface; charsmap;
+ *   addsBlank; removesBlanks; escapesBlanks; denormalises
+ */
+function readModel(content) {
+  try {
+    return parsed(content);
+  } catch (error) {
+    if (!(error instanceof RangeError || error instanceof TypeError)) throw error;
+    throw new InputError(`the SentencePiece model is damaged (${error.message}); export the bundle again`);
+  }
+}
+
+function parsed(content) {
+  const fields = fieldsOf(content);
+  const pieces = (fields[1] ?? []).map((each) => {
+    const { 1: piece, 2: score, 3: type } = fieldsOf(each);
+    return {
+      piece: utf8(piece?.at(-1)),
+      score: score ? new DataView(Uint32Array.of(score.at(-1)).buffer).getFloat32(0, true) : 0,
+      type: type ? Number(type.at(-1)) : TYPES.normal,
+    };
+  });
+  const merged = (messages = []) => fieldsOf(joined(messages));
+  const [trainer, normaliser, denormaliser] = [merged(fields[2]), merged(fields[3]), merged(fields[5])];
+  const flag = (message, field, usual) => (message[field] ? message[field].at(-1) !== 0n : usual);
+  const type = Number(trainer[3]?.at(-1) ?? 1n);
+  if (![1, 2].includes(type) || !pieces.length) {
+    throw new InputError(
+      "the SentencePiece model is of a type that is not read, expected unigram or BPE; pass a " +
+        "`tokenizer` of your own",
+    );
+  }
+  return {
+    pieces,
+    unigram: type === 1,
+    byteFallback: flag(trainer, 35, false),
+    suffix: flag(trainer, 24, false),
+    unknownSurface: trainer[44] ? utf8(trainer[44].at(-1)) : " \u2047 ",
+    charsmap: normaliser[2]?.at(-1) ?? new Uint8Array(),
+    addsBlank: flag(normaliser, 3, true),
+    removesBlanks: flag(normaliser, 4, true),
+    escapesBlanks: flag(normaliser, 5, true),
+    denormalises: Boolean(denormaliser[2]?.at(-1).length),
+  };
+}
+
+/** Returns values of a message by field: numbers of 4 bytes, BigInts of varints, bytes of others. */
+function fieldsOf(content) {
+  const fields = {};
+  let place = 0;
+  const varint = () => {
+    for (let [value, shift] = [0n, 0n]; ; shift += 7n) {
+      const byte = content[place++];
+      if (byte === undefined || shift > 63n) throw new RangeError("it ends within a number");
+      value |= BigInt(byte & 127) << shift;
+      if (byte < 128) return value;
+    }
+  };
+  while (place < content.length) {
+    const tag = Number(varint());
+    const [field, kind] = [tag >>> 3, tag & 7];
+    let value;
+    if (kind === 0) value = varint();
+    else if (kind === 1 || kind === 5 || kind === 2) {
+      const size = kind === 2 ? Number(varint()) : kind === 1 ? 8 : 4;
+      if (place + size > content.length) throw new RangeError("it ends within a field");
+      value = content.subarray(place, place + size);
+      if (kind === 5) value = new DataView(value.buffer, value.byteOffset, 4).getUint32(0, true);
+      place += size;
+    } else throw new RangeError("it is no protocol buffer");
+    (fields[field] ??= []).push(value);
+  }
+  return fields;
+}
+
+function joined(messages) {
+  return Uint8Array.from(messages.flatMap((message) => [...message]));
+}
+
+function utf8(bytes) {
+  return new TextDecoder("utf-8", { ignoreBOM: true }).decode(bytes);
 }

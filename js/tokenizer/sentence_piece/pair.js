@@ -27,7 +27,7 @@ export class SentencePiecePair extends TextTokenizer {
   /**
    * @param {object} settings content of tokenizer.json
    * @param {Uint8Array[]} files source.spm, target.spm, vocab.json, perhaps target_vocab.json
-   * @param {object} special see special_tokens.js
+   * @param {object} special see text_tokenizer.js
    */
   constructor(settings, [source, target, ...tables], special) {
     super();

@@ -12,7 +12,7 @@ export class SentencePieceTokenizer extends TextTokenizer {
   /**
    * @param {object} settings content of tokenizer.json
    * @param {Uint8Array[]} files sentencepiece.model
-   * @param {object} special see special_tokens.js
+   * @param {object} special see text_tokenizer.js
    */
   constructor({ vocabulary_size: size }, [content], special) {
     super();
