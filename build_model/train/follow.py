@@ -13,17 +13,19 @@ from transferry.build_model.train.corpus import write_corpus
 from transferry.build_model.train.data import (
     BadPair,
     Example,
+    MaskedWindows,
     ReadReport,
     SentencePair,
+    Windows,
     encode_pairs,
     read_pair_file,
     read_pairs,
+    read_text,
 )
 from transferry.build_model.train.distributed import Process
 from transferry.build_model.train.evaluation import Evaluation, Validation
 from transferry.build_model.train.loop import Trainer
 from transferry.build_model.train.recipe import PairFiles, TrainingRecipe
-from transferry.build_model.train.text import MaskedWindows, Windows, read_text
 from transferry.build_model.train.train_config import TrainConfig
 from transferry.build_model.train.vocabulary import cut_encoding, train_bpe
 from transferry.runtime.errors import InputError

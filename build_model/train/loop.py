@@ -31,7 +31,14 @@ from transferry.build_model.allocator import freed_memory_kept
 from transferry.build_model.checkpoint_folder import CONFIG, STATE
 from transferry.build_model.model.config import ModelConfig
 from transferry.build_model.model.transformer import Transformer
-from transferry.build_model.train.data import Batch, Example, collate, fingerprint, token_batches
+from transferry.build_model.train.data import (
+    Batch,
+    Example,
+    Windows,
+    collate,
+    fingerprint,
+    token_batches,
+)
 from transferry.build_model.train.distributed import Process
 from transferry.build_model.train.evaluation import (
     Evaluation,
@@ -41,7 +48,6 @@ from transferry.build_model.train.evaluation import (
     evaluate,
 )
 from transferry.build_model.train.metrics import Metrics
-from transferry.build_model.train.text import Windows
 from transferry.build_model.train.train_config import TrainConfig, require_fitting
 from transferry.build_model.train.vocabulary import MergeDropout
 from transferry.runtime.errors import InputError
@@ -245,15 +251,13 @@ class Trainer:
 
     def _ended(self) -> bool:
         progress, config = self.progress, self.config
-        ended = (
-            bool(config.max_steps and progress.step >= config.max_steps)
-            or bool(config.max_minutes and progress.seconds >= 60 * config.max_minutes)
-            or (
-                bool(config.patience and progress.scores)
-                and progress.validations_since_best() >= config.patience
-            )
+        waited = progress.validations_since_best() if progress.scores else 0
+        reached = (
+            0 < config.max_steps <= progress.step
+            or 0 < 60 * config.max_minutes <= progress.seconds
+            or 0 < config.patience <= waited
         )
-        return self.process.any(ended)
+        return self.process.any(reached)
 
     def _step(self, forward: torch.nn.Module, group: list[list[int]]) -> tuple[float, int]:
         """Makes one optimiser step; returns the summed loss and the number of target tokens."""
@@ -465,13 +469,9 @@ class Trainer:
         return evaluation
 
     def _report(self, metrics: Metrics, evaluation: Evaluation, prefix: str) -> None:
-        progress = self.progress
-        metrics.add(
-            step=progress.step,
-            epoch=progress.epoch,
-            **evaluation.record(prefix),
-            seconds=round(progress.seconds, 1),
-        )
+        progress, scores = self.progress, evaluation.record(prefix)
+        seconds = round(progress.seconds, 1)
+        metrics.add(step=progress.step, epoch=progress.epoch, **scores, seconds=seconds)
         metrics.draw()
 
     @contextlib.contextmanager

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from transferry.build_model.train.text import CHOSEN, MaskedWindows, Windows, read_text
+from transferry.build_model.train.data import CHOSEN, MaskedWindows, Windows, read_text
 from transferry.runtime.errors import InputError
 from transferry.runtime.tokenizer.byte_pair import PASSAGES, PROMPTS
 
