@@ -1,7 +1,7 @@
 """Runs every entry of docs/errors.md: its command, on the bad input that it names.
 
 Each command runs in a folder with a bundle, its checkpoint, input lines and training pairs; the
-function registered for the row spoils the file in question.
+function registered for the row, if any, spoils the file in question.
 """
 
 import base64
@@ -99,15 +99,16 @@ def place(
     return tmp_path
 
 
-def test_every_row_can_be_provoked() -> None:
+def test_every_spoiler_has_a_row() -> None:
     named = [row.bad_input for row in rows()]
     assert len(named) == len(set(named))
-    assert set(named) == SPOILERS.keys()
+    assert set(named) >= SPOILERS.keys()
 
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: row.bad_input)
 def test_bad_input(row: Row, place: Path) -> None:
-    SPOILERS[row.bad_input](place)
+    if row.bad_input in SPOILERS:
+        SPOILERS[row.bad_input](place)
     before = snapshot(place)
     exit_code, stderr = execute(row.command)
     assert exit_code == row.exit_code, stderr
@@ -181,34 +182,6 @@ def with_another_weight(place: Path) -> None:
     change_weight(place, lambda weight: weight + 1.0)
 
 
-# Rows whose command is bad itself, or names something that does not exist.
-UNCHANGED = (
-    *("missing output folder", "name too long for the files beside it", "device as a report"),
-    *("closed standard input", "closed standard input that is not needed"),
-    *("closed standard output", "closed standard output for answers"),
-    *("closed standard output that is not needed", "closed standard error"),
-    *("all standard streams closed", "reader of standard output that leaves"),
-    *("terminal of 10 columns", "no home folder", "limit on memory", "limit on memory for torch"),
-    *("folder that is not a bundle", "unknown option", "conflicting options"),
-    *("output on a web server", "unknown kind of URL", "partition elsewhere"),
-    *("chat without a template", "token ids in a text file", "system message without a chat"),
-    *("missing bundle", "absent checkpoint, before torch is loaded", "input and bundle swapped"),
-    *("bundle in place of a checkpoint", "bundle that is imported", "value of the wrong type"),
-    *("unknown encoding, told before the text is read", "validation of another kind of model"),
-    *("language for a model that has none", "several devices of the CPU"),
-    *("device that is not a number", "missing input file", "output that is the input"),
-    *("output inside the bundle", "unknown output format", "more answers than the format holds"),
-    *("number that is too large", "full disk", "full disk for a checkpoint", "nothing to resume"),
-    *("unknown variant", "int8 without calibration", "calibration without int8"),
-    *("invalid partition", "workers without Ray"),
-    *("bundle without a certificate", "invalid date", "date in the future", "invalid canary"),
-    *("report without a folder", "certificate of little text", "teacher that is no bundle"),
-    *("distillation of no text", "n best without references", "folder without graphs to audit"),
-    *("text as a graph to audit", "reference that cannot be imported"),
-    "tolerance without planted faults",
-)
-
-
 def written(name: str, content: str | bytes) -> Spoiler:
     data = content.encode() if isinstance(content, str) else content
     return lambda place: (place / name).write_bytes(data)
@@ -236,8 +209,8 @@ def truncated(name: str) -> Spoiler:
     return lambda place: truncate(place / name)
 
 
+# Of the other rows the command is bad itself, or names something that does not exist.
 SPOILERS: dict[str, Spoiler] = {
-    **dict.fromkeys(UNCHANGED, lambda place: None),
     "truncated bundle file": truncated("bundle/portable/weights.bin"),
     "changed bundle file": lambda place: change_byte(place / "bundle/portable/decoder.onnx", 999),
     "missing tokenizer": removed("bundle/tokenizer.json"),
