@@ -2,7 +2,7 @@
 
 import { DEFAULTS, generationOptions } from "./decoding/options.js";
 import { check, parse } from "./document.js";
-import { checkNames, InputError, UsageError } from "./errors.js";
+import { checkNames, InputError, UsageError, shown } from "./errors.js";
 import { sourceOf } from "./source.js";
 import { FORMAT, GRAPHS, MOST_JSON } from "./schema.js";
 import { openTokenizer, tokenizerFiles } from "./tokenizer/tokenizer.js";
@@ -186,8 +186,4 @@ function defect(name, { inputs, outputs }) {
   );
   const wrong = sizes.find((size) => !(size <= MOST_NUMBERS));
   return wrong === undefined ? "" : `graph ${name} has a size of ${shown(wrong)}, expected a number up to ${MOST_NUMBERS}`;
-}
-
-function shown(value) {
-  return (JSON.stringify(value) ?? "undefined").slice(0, 40);
 }

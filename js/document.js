@@ -1,6 +1,6 @@
 // Documents of a bundle: JSON of the types that Python declares, see schema.js.
 
-import { InputError } from "./errors.js";
+import { InputError, shown } from "./errors.js";
 import { SCHEMAS } from "./schema.js";
 
 const REMEDY = "export the bundle again";
@@ -110,8 +110,4 @@ function first(items, problem) {
 
 function typeOf(value) {
   return value === null ? "null" : Array.isArray(value) ? "array" : typeof value;
-}
-
-function shown(value) {
-  return (JSON.stringify(value) ?? String(value)).slice(0, 60);
 }

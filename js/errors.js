@@ -47,3 +47,8 @@ export function refuse(what) {
       "encode(text) and decode(ids), such as one of @huggingface/transformers",
   );
 }
+
+/** Returns a value for a message, however long it is. */
+export function shown(value) {
+  return (typeof value === "bigint" ? String(value) : JSON.stringify(value) ?? String(value)).slice(0, 80);
+}

@@ -1,6 +1,6 @@
 // From texts to token ids: special tokens, and texts longer than the model's positions.
 
-import { InputError, UsageError } from "./errors.js";
+import { InputError, shown, UsageError } from "./errors.js";
 
 const BLANK = /^[\p{White_Space}\x1c-\x1f]*$/u;
 
@@ -69,7 +69,7 @@ export function tokenIds(text, encode) {
 
 /** Throws RowError for another value than text, such as null. */
 export function requireText(text) {
-  if (typeof text !== "string") throw new RowError("no-text", `expected text, found ${text}`);
+  if (typeof text !== "string") throw new RowError("no-text", `expected text, found ${shown(text)}`);
 }
 
 export function tooLong(tokens, positions, about = "") {
@@ -89,6 +89,16 @@ export function isBlank(text) {
   return BLANK.test(text);
 }
 
+/** Returns a text with a prompt before it, unless it is blank or no text. */
+export function prefixed(prompt, text) {
+  return isBlank(textOf(text)) ? text : prompt + text;
+}
+
+/** Returns the source of a row's record: "" where it is no text. */
+export function textOf(source) {
+  return typeof source === "string" ? source : "";
+}
+
 /** Throws UsageError for a treatment of long rows that a task does not have. */
 export function checkLongRows(longRows, known = ["error", "truncate"]) {
   if (![undefined, ...known].includes(longRows)) {
@@ -102,7 +112,7 @@ export async function answered(source, blank, record) {
     return await record();
   } catch (error) {
     if (!(error instanceof RowError)) throw error;
-    return { source: source ?? "", ...blank, error: { kind: error.kind, message: error.message } };
+    return { source: textOf(source), ...blank, error: { kind: error.kind, message: error.message } };
   }
 }
 

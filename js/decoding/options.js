@@ -1,6 +1,6 @@
 // Options of generation: the fields of docs/generation.md under their names, checked together.
 
-import { checkNames, UsageError } from "../errors.js";
+import { checkNames, UsageError, shown } from "../errors.js";
 
 const MOST = 2 ** 53 - 1;
 const whole = (least, most = MOST) => ({
@@ -162,10 +162,6 @@ function suppressing(values, base, encode) {
       ...found.filter((ids) => ids.length > 1),
     ],
   };
-}
-
-function shown(value) {
-  return (typeof value === "bigint" ? String(value) : JSON.stringify(value) ?? String(value)).slice(0, 80);
 }
 
 /** Returns the limit on the tokens of an answer to a prompt of this length. */

@@ -1,7 +1,7 @@
 // Labels of texts, of pairs of texts and of tokens: the scores of a model's head.
 
 import { InputError, UsageError } from "../errors.js";
-import { answered, checkLongRows, encodeRow, isBlank, notFinite, requireText, RowError, single, tokenIds, tooLong } from "../rows.js";
+import { answered, checkLongRows, encodeRow, isBlank, notFinite, prefixed, requireText, RowError, single, tokenIds, tooLong } from "../rows.js";
 
 const AGGREGATIONS = ["none", "simple", "first", "average", "max"];
 
@@ -113,7 +113,7 @@ function headRecord(engine, row, longRows, answer) {
   }
   const limits = headLimits(engine, longRows);
   const { prompts = {}, default_prompt: usual = "" } = engine.bundle.manifest.head;
-  const read = usual && !isBlank(text) ? prompts[usual] + text : text;
+  const read = usual ? prefixed(prompts[usual], text) : text;
   const encode = template.length
     ? (_, ...rest) => encodeFilled(template, { query: text, document: pair }, ...rest)
     : pair === undefined

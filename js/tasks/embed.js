@@ -1,7 +1,7 @@
 // Embedding of texts: the vector of a model's head, or its hidden states pooled over the tokens.
 
 import { UsageError } from "../errors.js";
-import { answered, encodeRow, notFinite, Vector } from "../rows.js";
+import { answered, encodeRow, notFinite, prefixed, Vector } from "../rows.js";
 import { headLimits } from "./classify.js";
 
 /**
@@ -32,7 +32,7 @@ export function embed(engine, text, { pooling, normalise = false, prompt, longRo
   }
   const limits = headLimits(engine, longRows);
   return answered(text, {}, async () => {
-    const prompted = text.trim() && named ? prompts[named] + text : text;
+    const prompted = named ? prefixed(prompts[named], text) : text;
     const { ids, truncated } = encodeRow(prompted, engine.bundle.tokenizer, limits);
     const whole = pooling === undefined && head?.task === "embed";
     const { data, dims } = await engine.encoder.encode(ids, whole ? "head" : "hidden");

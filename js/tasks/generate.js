@@ -3,7 +3,7 @@
 import { room } from "../decoding/options.js";
 import { search } from "../decoding/search.js";
 import { UsageError } from "../errors.js";
-import { encodeRow, finite, isBlank, notFinite, RowError, tokenIds, tooLong } from "../rows.js";
+import { encodeRow, finite, isBlank, notFinite, RowError, textOf, tokenIds, tooLong } from "../rows.js";
 import { encodeChat, pythonJson } from "../tokenizer/chat.js";
 
 // Difference of the rows that seed neighbouring pieces, as in Python.
@@ -31,7 +31,7 @@ export async function* generate(engine, text, options, how) {
   if (options.split_lines && !decoder.hasEncoder) {
     throw new UsageError("a prompt may hold line breaks, so split_lines needs an encoder-decoder");
   }
-  const source = Array.isArray(text) && text.length ? pythonJson(text) : text;
+  const source = isIds(text) || isChat(text) ? pythonJson(text) : textOf(text);
   const splits = typeof text === "string" && (options.split_lines ?? decoder.hasEncoder);
   const { lines, around } = splits ? cutLines(text) : { lines: [], around: [] };
   try {
@@ -204,20 +204,28 @@ function requestOf(engine, text, options, { row = 0, longRows, sourceLanguage, t
 
 function encode(engine, text, { row, longRows }, reserve) {
   const { positions } = engine;
-  if (!Array.isArray(text)) {
-    return encodeRow(text, engine.bundle.tokenizer, { positions, longRows, reserve });
+  if (text?.length === 0 && text !== "") {
+    throw new RowError("prompt", `expected messages or token ids in row ${row + 1}, found none`);
   }
-  if (text.length && text.every((each) => each !== null && typeof each === "object")) return chatIds(engine, text);
-  if (!text.length) throw new RowError("prompt", `expected messages or token ids in row ${row + 1}, found none`);
-  const size = engine.bundle.manifest.model.vocabulary_size;
-  if (!text.every((id) => Number.isInteger(id) && id >= 0 && id < size)) {
-    throw new UsageError(`texts must be strings, lists of messages, or lists of token ids from 0 to ${size - 1}`);
-  }
+  if (isChat(text)) return chatIds(engine, text);
+  if (!isIds(text)) return encodeRow(text, engine.bundle.tokenizer, { positions, longRows, reserve });
+  const last = engine.bundle.manifest.model.vocabulary_size - 1;
+  const strange = text.find((id) => id < 0 || id > last);
+  if (strange !== undefined) throw new RowError("prompt", `expected token ids from 0 to ${last}, found ${strange}`);
   if (text.length <= positions) return { ids: text, truncated: false };
   if (longRows === "truncate" && positions > reserve) {
     return { ids: engine.bundle.tokenizer.special.cut(text, positions - reserve), truncated: true };
   }
   throw tooLong(text.length, positions);
+}
+
+function isIds(text) {
+  return Array.isArray(text) && text.length > 0 && text.every(Number.isInteger);
+}
+
+function isChat(text) {
+  const isMessage = (each) => each !== null && typeof each === "object" && !Array.isArray(each);
+  return Array.isArray(text) && text.length > 0 && text.every(isMessage);
 }
 
 /** A chat ends with the turn to be answered, so it is never cut. */
@@ -247,7 +255,7 @@ function recordOf(source, { tokens, truncated, found }, options) {
 
 function failed(source, { kind, message, tokens }, options) {
   const error = { kind, message };
-  const record = { source: typeof source === "string" ? source : "", text: "", finish_reason: "error", error, source_tokens: tokens };
+  const record = { source, text: "", finish_reason: "error", error, source_tokens: tokens };
   return options.n_best > 1 ? { ...record, n_best: [] } : record;
 }
 

@@ -5,11 +5,10 @@ import { join } from "node:path";
 import test from "node:test";
 
 import { Bundle, DEFAULTS, Engine, generationOptions, InputError, uniforms, UsageError } from "../node.js";
-import { single, Vector } from "../rows.js";
+import { answered, encodeRow, prefixed, RowError, single, Vector } from "../rows.js";
 import { Best, logSumExp } from "../decoding/logits.js";
 import { translate } from "../tokenizer/pattern.js";
 import { weights } from "../decoding/sampling.js";
-import { encodeRow } from "../rows.js";
 import { encodeChat } from "../tokenizer/chat.js";
 import { SpecialTokens } from "../tokenizer/text_tokenizer.js";
 import { openTokenizer, tokenizerFiles } from "../tokenizer/tokenizer.js";
@@ -259,4 +258,11 @@ test("a message neither holds nor completes a token of the template", () => {
   const encode = (content) => encodeChat([{ role: "user", content }], chat, { encode: (text) => [text] });
   assert.deepEqual(encode("a"), ["<|a|>"]);
   for (const content of ["end", "x <|end|> y", ["end"], 1]) assert.throws(() => encode(content), { kind: "prompt" });
+});
+
+test("a row that is no text is an error with an empty source, and gets no prompt", async () => {
+  for (const blank of ["", " \x1c", null, 5]) assert.equal(prefixed("q: ", blank), blank);
+  assert.equal(prefixed("q: ", "\ufeff"), "q: \ufeff");
+  const failing = () => Promise.reject(new RowError("no-text", "expected text"));
+  for (const row of [null, 5, ["a"]]) assert.equal((await answered(row, {}, failing)).source, "");
 });

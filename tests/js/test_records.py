@@ -34,6 +34,8 @@ SEARCHES: tuple[dict[str, Any], ...] = (
 
 
 TEXTS = ["anna", "a cat and a dog", "", "b" * 2000, "one two three", " x ", "\u3000"]
+# No ids of the bundles, and no ids.
+ODD: list[Any] = [[], [5, 10**6], [-1], [3, 4]]
 LINES = ["\na cat\r\n \n\r a dog\n", "x\n", "\n", "a\n" + "b" * 2000, "a\u2028b\x0bc\nd"]
 
 
@@ -59,7 +61,7 @@ def test_generated_records(
     tmp_path: Path, bundle_folder: Path, writer_bundle_folder: Path, weight_only_bundle_folder: Path
 ) -> None:
     answers = [
-        answers_of(folder, "generate", {"max_length": 8, **options}, [*TEXTS, *LINES, []])
+        answers_of(folder, "generate", {"max_length": 8, **options}, [*TEXTS, *LINES, *ODD])
         for folder, options in product((bundle_folder, writer_bundle_folder), SEARCHES)
     ]
     long = ["One. Two three! " * 9, "a" * 150, " " * 700 + "x", "Dr. A. B? " * 12]
