@@ -7,7 +7,7 @@ import process from "node:process";
 import { fileURLToPath } from "node:url";
 
 import { devices } from "./devices.js";
-import { InputError } from "./errors.js";
+import { InputError, UsageError } from "./errors.js";
 import { Parts, sources, UrlSource } from "./source.js";
 
 // Off: the telemetry of onnxruntime-node, which starts with its first session.
@@ -49,7 +49,13 @@ class FolderSource {
 
 sources.of = (place) => {
   const url = place instanceof URL ? place.href : String(place);
-  if (/^file:\/\//i.test(url)) return new FolderSource(fileURLToPath(url));
+  if (/^file:\/\//i.test(url)) {
+    try {
+      return new FolderSource(fileURLToPath(url));
+    } catch (error) {
+      throw new UsageError(`expected the URL of a bundle's folder, found ${url.slice(0, 80)} (${error.message})`);
+    }
+  }
   return /^[a-z][a-z0-9+.-]+:\/\//i.test(url) ? new UrlSource(url) : new FolderSource(url);
 };
 

@@ -85,6 +85,7 @@ const LENGTHS = [
  */
 export function generationOptions(values, base = DEFAULTS, encode) {
   checkNames(values, Object.keys(FIELDS));
+  values = Object.fromEntries(Object.entries(values).filter(([, value]) => value !== undefined));
   if (values.suppress && encode) values = suppressing(values, base, encode);
   const ruledOut = {};
   const sample = values.sample ?? (base.sample && (values.beam ?? 1) === 1);

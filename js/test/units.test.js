@@ -67,6 +67,7 @@ test("options are checked, and defaults give way", () => {
   assert.equal(generationOptions({ beam: 1 }, bundled).n_best, 1);
   assert.equal(generationOptions({ sample: true }, bundled).beam, 1);
   assert.equal(generationOptions({ max_length: 3 }, bundled).min_length, 3);
+  assert.equal(generationOptions({ beam: undefined }, bundled).beam, 4);
   const refused = [{ beams: 4 }, { beam: 0 }, { beam: "4" }, { top_k: 5 }, { n_best: 2 }, { stop: [""] }];
   for (const values of [...refused, { sample: true, beam: 2 }, { temperature: NaN }, { seed: -1 }]) {
     assert.throws(() => generationOptions(values), UsageError, JSON.stringify(values));
@@ -193,6 +194,7 @@ test("graphs of another form are refused when they are chosen", () => {
 
 test("options that do not exist are refused with the nearest one", async () => {
   await assert.rejects(Engine.load("x", { varient: "portable" }), /did you mean variant\?/);
+  await assert.rejects(Bundle.open("file://host/x"), UsageError);
   await assert.rejects(Bundle.open("x", { Tokenizer: {} }), /did you mean tokenizer\?/);
   await assert.rejects(Engine.load("x", { device: "cpu", ort: {} }), /device has no effect with ort/);
   await assert.rejects(Engine.load(await folderWith({}), { signal: AbortSignal.abort() }), { name: "AbortError" });
