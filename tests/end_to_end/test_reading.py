@@ -307,6 +307,10 @@ def test_a_sheet_of_excel_is_read(bundle_folder: Path, tmp_path: Path) -> None:
     for name in (None, "more"):
         with pytest.raises(InputError, match=r"choose one with --sheet \(Sheet1, More\)"):
             open_reader(tmp_path / "two.xlsx", sheet=name)
+    sheet["B3"] = "_xD800_"
+    book.save(tmp_path / "two.xlsx")
+    with pytest.raises(InputError, match="the header cannot be read: half of a surrogate pair"):
+        open_reader(tmp_path / "two.xlsx", sheet="More")
 
 
 UNITS = ["a", "_x0041_", "_x005F_", "_xD83D_", "_xDE00_", "_xDE00_b", "_x000A_"]
