@@ -14,6 +14,14 @@ PATIENCE = 600.0
 # Options of `verify` where a test is not about batches: else each of 64 or 256 sizes is computed.
 FEW = "--batch-rows", "4"
 
+# The smallest model that can be trained.
+SMALLEST = [
+    *("--preset=tiny", "--d-model=16", "--heads=2", "--d-ff=16"),
+    *("--encoder-layers=1", "--decoder-layers=1", "--device=cpu", "--valid-sentences=4"),
+]
+# Long enough to be interrupted, and saved at every step.
+ENDLESS = ["--max-steps=1000000", "--save-every=1", "--validate-every=1000000"]
+
 # Object of click's context: the traces that export and verify share, set by the fixture `traces`.
 shared: object = None
 

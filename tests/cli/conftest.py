@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.training import SMALLEST
-from tests.commands import done
+from tests.commands import SMALLEST, done
 
 
 @pytest.fixture(scope="session", autouse=True)

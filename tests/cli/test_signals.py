@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.training import ENDLESS, SMALLEST
-from tests.commands import done
+from tests.commands import ENDLESS, SMALLEST, done
 from transferry.cli import main
 from transferry.runtime.errors import install_command
 

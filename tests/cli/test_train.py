@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.training import SMALLEST
-from tests.commands import FEW, call, changed, done, fails
+from tests.commands import FEW, SMALLEST, call, changed, done, fails
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
