@@ -79,7 +79,7 @@ class LMHead:
         if top is not None and self._top_k:
             return StepOutput(top_k=self._ranked(rows, top))
         if top == 1 and not normalise and self.screened is not None:
-            tokens = self.screened.argmax(*self._approximate(rows))
+            tokens = self.screened.argmax(*self.approximate(rows))
             return StepOutput(top_k=TopK(np.maximum(tokens, 0)[:, None], tokens >= 0))
         logits = self._run("lm_head", rows)["logits"]
         by_token = logits.reshape(*shape, -1)
@@ -89,11 +89,8 @@ class LMHead:
         maxima = SegmentMaxima(found["segment_maxima"], SEGMENT)
         return StepOutput(by_token, None, _log_of_sums(found["exp_sums"], logits), maxima)
 
-    def screen(self, rows: int) -> tuple[Floats, Floats, SegmentMaxima] | None:
-        """Arguments of `ScreenedArgmax.argmax`; None without a screen."""
-        return self._approximate(rows) if self.screened is not None else None
-
-    def _approximate(self, rows: int) -> tuple[Floats, Floats, SegmentMaxima]:
+    def approximate(self, rows: int) -> tuple[Floats, Floats, SegmentMaxima]:
+        """Arguments of `ScreenedArgmax.argmax`, in a variant with a screen."""
         approximate = self._run("approximate_logits", rows)["approximate_logits"]
         maxima = SegmentMaxima(self._run("segment_maxima", rows)["segment_maxima"], SEGMENT)
         return self.hidden(rows).numpy(), approximate, maxima

@@ -190,9 +190,8 @@ def _lm_head(
         else:
             yield "top_tokens", error(top.logits, np.take_along_axis(logits, top.tokens, axis=1))
         yield "log_sum_exp", error(top.log_sum_exp, log_sum_exp(logits))
-    if (screen := lm_head.screen(len(tokens))) is not None:
-        hidden, approximate, maxima = screen
-        assert lm_head.screened is not None
+    if lm_head.screened is not None:
+        hidden, approximate, maxima = lm_head.approximate(len(tokens))
         bound = lm_head.screened.bound(hidden)
         share = float((np.abs(approximate - logits) / bound).max())
         yield "approximate_logits", share * rounding
