@@ -178,6 +178,13 @@ def test_a_word_that_does_not_fit_is_cut_at_characters(
 
 def test_what_fits_is_one_piece(preprocessor: Preprocessor) -> None:
     assert preprocessor.pieces(" a. b. ") == ["a. b."]
+    alone = (f"{line.capitalize()}." for line in LINES)
+    sentence = next(
+        each
+        for each in alone
+        if fits(preprocessor, each) and not fits(preprocessor, f"{each} {each}")
+    )
+    assert preprocessor.pieces(f"{sentence} " * 3) == [sentence] * 3
 
 
 def test_parts_that_have_more_tokens_together_are_cut_again() -> None:
