@@ -202,9 +202,9 @@ class _Kept(threading.local):
 class CacheBuffers:
     """Allocates, fills and moves the buffers of a variant; several threads may use it at once."""
 
-    def __init__(self, runners: Mapping[str, GraphRunner]) -> None:
-        """Takes the graphs of the variant by name."""
-        self._runners = runners
+    def __init__(self, runners: Mapping[str, GraphRunner], positions: int) -> None:
+        """Takes the graphs of the variant by name, and the positions of the model."""
+        self._runners, self._positions = runners, positions
         self._own = _Kept()
         self._decoder = runners["decoder"]
         self._leased = 0  # columns of all slots
@@ -265,6 +265,7 @@ class CacheBuffers:
         encoder, place = self._runners["encoder"], self._runners["place"]
         source, mask = widened(source, UNIT), widened(mask, UNIT)
         for block, length in blocks(mask, tokens):
+            length = min(length, self._positions)
             inputs = {
                 "source": [encoder.value(source[block, :length])],
                 "source_mask": [encoder.value(mask[block, :length])],

@@ -97,7 +97,7 @@ class SlotDecoder:
         self._runners = open_graphs(bundle, variant.graphs, options, opened)
         self._decoder = self._runners["decoder"]
         self.batches = default_batches(self._decoder.graph, options.device)
-        self._buffers = CacheBuffers(self._runners)
+        self._buffers = CacheBuffers(self._runners, int(bundle.manifest.model["max_positions"]))
         self.has_encoder = "encoder" in variant.graphs
         self._int8 = variant.cache is not None and variant.cache.type == "int8"
         self._windows = bool(self._decoder.graph.names("columns"))

@@ -8,7 +8,7 @@ others. The limit is a multiple of the error that torch itself makes in float32 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -247,6 +247,11 @@ def nearby(case: Case, reference: Tensors) -> Truth:
     for name, units in found.units(case).items():
         found.errors[name] = np.full(len(units.exact), LEAST)
     return found
+
+
+def are_near(items: Sequence[Comparison]) -> bool:
+    """Whether the errors beside `nearby` show that all pass beside the oracle too."""
+    return all(item.error * Tolerance.factor <= NEAR * item.budget for item in items)
 
 
 def _kind(name: str) -> str:

@@ -19,6 +19,7 @@ from transferry.runtime.decoding.search import pad_sources
 from transferry.runtime.ort.cache_buffers import (
     KEPT_BYTES,
     LARGEST_KEPT,
+    CacheBuffers,
     FusedState,
     default_batches,
 )
@@ -189,6 +190,17 @@ def test_more_sources_than_are_encoded_at_once(decoder: FusedDecoder) -> None:
     for row, source in enumerate(sources):
         ((alone,), _) = fed(decoder, np.full((1, 1), 7), started(decoder, [source]))
         np.testing.assert_array_equal(logits[row], alone[0])
+
+
+def test_no_source_is_padded_beyond_the_positions(decoder: FusedDecoder) -> None:
+    """Of 5 positions, an encoder has no 8; the columns beyond them stay zeros."""
+    source, mask = pad_sources([[4, 5, 6, 7, 8], [9, 4]], 0)
+    made = (CacheBuffers(decoder._runners, most).encode(source, mask, 512) for most in (5, 512))
+    for short, long in zip(*made, strict=True):
+        assert short.numpy().shape == long.numpy().shape
+        assert not short.numpy()[..., 5:, :].any()
+        np.testing.assert_allclose(short.numpy()[..., :5, :], long.numpy()[..., :5, :], atol=1e-5)
+        assert long.numpy()[..., 5:, :].any()
 
 
 def test_padding_beyond_the_longest_source_changes_nothing(decoder: FusedDecoder) -> None:
