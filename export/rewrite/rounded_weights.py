@@ -117,9 +117,11 @@ def blocks(weight: NDArray[np.float32], bits: int) -> Blocks:
     places = np.abs(padded).argmax(axis=2)[..., None]
     half = 1 << (bits - 1)
     scales = (np.take_along_axis(padded, places, 2) / np.float32(-half)).astype(np.float32)
-    scales[scales == 0] = 1
-    integers = np.clip(np.rint(padded / scales), -half, half - 1).astype(np.int8)
-    return Blocks(integers, scales[..., 0], inputs, bits)
+    # Of zeros the scale is 0: kernels subtract the offset after summing, which rounds.
+    zeros = scales == 0
+    integers = np.clip(np.rint(padded / np.where(zeros, 1, scales)), -half, half - 1)
+    scales[zeros] = 0.0  # not -0.0
+    return Blocks(integers.astype(np.int8), scales[..., 0], inputs, bits)
 
 
 def matrices(model: Transformer) -> Iterator[tuple[str, NDArray[np.float32]]]:
