@@ -42,6 +42,7 @@ class Rounded:
             many steps, which shows what lies at the border of two integers.
         exact: Weights of the inputs `wide`, whose integers are 0 `[outputs, wide]` float32.
         wide: Numbers of these inputs.
+        offset: Number that kernels add to the integers of blocks, and subtract after summing.
     """
 
     integers: Tensor
@@ -50,6 +51,13 @@ class Rounded:
     round_input: Callable[[Tensor, Any], Tensor]
     exact: Tensor | None = None
     wide: Sequence[int] = ()
+    offset: int = 0
+
+    def offset_sums(self, x: Tensor) -> Tensor:
+        """Returns the sizes of the sums that kernels subtract `[..., outputs]`."""
+        sizes = self.integers.shape[1:]
+        padded = F.pad(x, (0, math.prod(sizes) - x.shape[-1])).reshape(*x.shape[:-1], *sizes)
+        return F.linear(padded.sum(dim=-1).abs_(), self.scales[..., 0].abs() * self.offset)
 
     def weight(self, dtype: torch.dtype, rows: Tensor | None = None) -> Tensor:
         """Returns the weight `[outputs, inputs]`, or some of its rows `[*rows, inputs]`."""
@@ -209,10 +217,19 @@ class Shaken(TorchFunctionMode):
     ) -> Any:
         """Computes a function of torch."""
         if func is F.linear:
-            x, *others = args
-            moves = torch.rand(x.shape, generator=self._generator).mul_(2 * ULP).sub_(ULP)
-            args = (x + x * moves.to(x.device), *others)
+            x, weight, *others = args
+            rounded = weight.rounded if isinstance(weight, _Weight) else None
+            if rounded is not None:  # rounding after a move would undo it
+                x, weight = rounded.round_input(x, Moved.current), weight.as_subclass(Tensor)
+            output = func(x + x * self._moves(x), weight, *others)
+            if rounded is not None and rounded.offset:
+                output += rounded.offset_sums(x) * self._moves(output)
+            return output
         return func(*args, **(kwargs or {}))
+
+    def _moves(self, like: Tensor) -> Tensor:
+        moves = torch.rand(like.shape, generator=self._generator).mul_(2 * ULP).sub_(ULP)
+        return moves.to(like.device)
 
 
 def round_to(x: Tensor, scale: Tensor | float, shift: Shift, least: int, most: int) -> Tensor:

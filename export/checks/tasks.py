@@ -22,7 +22,7 @@ from transferry.build_model.checkpoint import Checkpoint
 from transferry.export.checks.check import Check, Findings
 from transferry.export.checks.texts import TEXT, Choices, passage
 from transferry.export.oracle.cases import MOST_LOGITS
-from transferry.export.oracle.oracle import Oracle
+from transferry.export.oracle.oracle import SHAKES, Oracle
 from transferry.export.oracle.results import EXACT, PROBABILITIES, RESULTS, Inputs, Row
 from transferry.export.oracle.served import REPLICAS, Watched
 from transferry.export.oracle.teacher_forcing import TeacherForcing, chosen_from
@@ -34,6 +34,7 @@ from transferry.runtime.ort.encoder import EncoderModel
 from transferry.runtime.proof.compare import (
     Case,
     Comparison,
+    Tolerance,
     Truth,
     compare,
     limited,
@@ -41,6 +42,7 @@ from transferry.runtime.proof.compare import (
     truth,
 )
 from transferry.runtime.proof.tally import Tally
+from transferry.runtime.proof.units import LEAST
 
 Floats = NDArray[np.float64]
 
@@ -60,7 +62,9 @@ class Expected:
         values: Numbers of results, in float64, and torch's own error, by name.
         choices: Scores to choose from, of each side of torch, as trained last.
         meant: The vector or scores of torch as trained that reduced precision is judged by.
-        measured: Returns the same in float64; None if `truth` is in float64.
+        tolerance: Of the errors.
+        measured: Returns the same in float64, or with torch's error of more roundings; None
+            after both.
     """
 
     row: Row
@@ -69,6 +73,7 @@ class Expected:
     values: Mapping[str, tuple[Floats, float]]
     choices: Sequence[Floats]
     meant: Floats
+    tolerance: Tolerance
     measured: Callable[[], Expected] | None = None
 
 
@@ -155,24 +160,22 @@ class _Serving:
                 return True
         self.served[ids].append({name: each.copy() for name, each in tensors.items()})
         compared = self._beside(row, tensors)
-        if row.measured is not None and any(each.fault for each in compared):
-            self.rows[ids] = row.measured()
-            compared = self._beside(self.rows[ids], tensors)
+        while any(each.fault for each in compared) and row.measured is not None:
+            row = self.rows[ids] = row.measured()
+            compared = self._beside(row, tensors)
         for each in compared:
             self._keep(each)
         return not any(each.fault for each in compared)
 
     def _beside(self, row: Expected, tensors: Tensors) -> list[Comparison]:
         """Compares the tensors of a row with torch's, and the values of its results."""
-        tolerance = self.oracle.tolerance
-        if row.measured is not None:
-            # A typical error from torch in float32 is at most two of them from float64, which pass.
-            tolerance = replace(tolerance, factor=1.0, crossed=np.inf)
-        compared = compare(row.case, row.truth, tensors, tolerance)
+        compared = compare(row.case, row.truth, tensors, row.tolerance)
+        units = self.inputs.units(row.truth.oracle, row.truth.least)
         for name, value in self.inputs.values(tensors).items():
             exact, own = row.values[name]
-            error = float(np.abs(value - exact).max(initial=0.0)) / _unit(name, exact)
-            compared.append(limited(row.case.name, name, TEXT, error, own, tolerance.budget(own)))
+            error = float(np.abs(value - exact).max(initial=0.0)) / units[name]
+            budget = row.tolerance.budget(own)
+            compared.append(limited(row.case.name, name, TEXT, error, own, budget))
         return compared
 
     def _keep(self, found: Comparison) -> None:
@@ -222,11 +225,6 @@ class _Serving:
             for task, problem in self.problems.items()
         ]
         return [*(self.worst[key] for key in sorted(self.worst)), *results]
-
-
-def _unit(name: str, exact: Floats) -> float:
-    """Returns the unit of the error of a value: 1 of probabilities, else the largest entry."""
-    return 1.0 if name == PROBABILITIES else float(np.abs(exact).max(initial=0.0)) or 1.0
 
 
 def _most(model: EncoderModel, batches: BatchOptions) -> int:
@@ -412,22 +410,27 @@ class ServedTasks:
             values = {name: (value, typical.values[name]) for name, value in read.items()}
             measured = cache(partial(self._of_torch, number, row))
             nothing, judged = [np.zeros((0, 0))] * 3, self._judged(meant)
-            yield Expected(row, case, expected, values, nothing, judged, measured)
+            # A typical error from torch in float32 is at most two of them from float64, which pass.
+            tolerance = replace(self.oracle.tolerance, factor=1.0, crossed=np.inf)
+            yield Expected(row, case, expected, values, nothing, judged, tolerance, measured)
 
-    def _of_torch(self, number: int, row: Row) -> Expected:
+    def _of_torch(self, number: int, row: Row, shakes: int = 0) -> Expected:
         case = passage(number, row.ids)
-        sides, least = self.oracle.sides(case)
+        sides, least = self.oracle.sides(case, shakes)
         exact, *others = [self.inputs.values(side) for side in sides]
-        values = {}
+        values, units = {}, self.inputs.units(sides[0], least)
         for name, value in exact.items():
             own = max(float(np.abs(side[name] - value).max(initial=0.0)) for side in others)
-            values[name] = value, own / _unit(name, value)
+            # A vector is a single position; see `Units.own`.
+            values[name] = value, max(own / units[name], 0 if name == PROBABILITIES else 2 * LEAST)
         trained = sides[1]
         if self.oracle.rounds:
             trained = observe(self.oracle.trained.encoder, case)
         choices = [self._scores(row, tensors) for tensors in (*sides, trained)]
-        given = row, case, truth(case, *sides, least=least), values, choices
-        return Expected(*given, self._judged(trained))
+        given = row, case, truth(case, *sides, least=least), values, choices, self._judged(trained)
+        # See `Oracle.compared`.
+        shaken = None if shakes else cache(partial(self._of_torch, number, row, SHAKES))
+        return Expected(*given, self.oracle.tolerance, shaken)
 
     def _judged(self, tensors: Tensors) -> Floats:
         """Returns the vector or scores that no choice is made by; empty where labels are chosen."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -36,11 +36,11 @@ from transferry.runtime.ort.open_model import ServedModel, model_class
 from transferry.runtime.ort.session import SessionOptions, open_session
 from transferry.runtime.precision import FLOAT32
 from transferry.runtime.proof.compare import (
-    NEAR,
     Case,
     Comparison,
     Tolerance,
     Truth,
+    are_near,
     compare,
     limited,
     nearby,
@@ -339,7 +339,7 @@ class Followed:
             own = own.maximum((there(single) - exact).abs_().amax(dim=-1))
         if site.steps:
             own = own.maximum(own.max().minimum(SHARED * own.median()))
-        budget = (Tolerance.factor if site.steps else NEAR) * own
+        budget = Tolerance.factor * own
         ratio = beyond.flatten() / budget.flatten()
         place = int(ratio.argmax())
         error, limit = beyond.flatten()[place].item(), budget.flatten()[place].item()
@@ -396,8 +396,8 @@ def followed(oracle: Oracle, model: ShownModel, case: Case) -> tuple[Tensors, li
     with oracle.reference.rounding(following):
         sides = [oracle.observe(oracle.reference, case)]
     if not case.measured and not oracle.config.has_head:  # see `Oracle.compared`
-        items = _compared(following, case, nearby(case, sides[0]), found, NEAR)
-        if not any(item.fault for item in items):
+        items = _compared(following, case, nearby(case, sides[0]), found)
+        if are_near(items):
             return found, items
     items = _judged(oracle, following, case, sides, found)
     if any(item.fault for item in items):
@@ -424,13 +424,10 @@ def _judged(
         moved, least = moved_heads(oracle.exact.encoder, case.mask, *sides, held=rounding)
         sides += moved
     expected = truth(case, *sides, least=least)
-    return _compared(following, case, expected, found, Tolerance.factor)
+    return _compared(following, case, expected, found)
 
 
-def _compared(
-    following: Followed, case: Case, expected: Truth, found: Tensors, factor: float
-) -> list[Comparison]:
+def _compared(following: Followed, case: Case, expected: Truth, found: Tensors) -> list[Comparison]:
     *numbers, where = following.worst
     integers = limited(case.name, f"integers of {where or 'a product'}", case.stage, *numbers)
-    tolerance = replace(Tolerance.of(FLOAT32.name), factor=factor)
-    return [integers, *compare(case, expected, found, tolerance)]
+    return [integers, *compare(case, expected, found, Tolerance.of(FLOAT32.name))]

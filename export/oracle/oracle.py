@@ -28,6 +28,7 @@ from transferry.runtime.proof.compare import (
     Comparison,
     Tolerance,
     Truth,
+    are_near,
     compare,
     nearby,
     observe,
@@ -141,12 +142,11 @@ class Oracle:
         compared with the largest error of several roundings.
         """
         if self.doubts and not case.measured and not self.config.has_head:
-            near = self.truth(case, SINGLE), found, replace(self.tolerance, factor=NEAR)
-            items = compare(case, *near, only)
-            if not any(item.fault for item in items):
+            items = compare(case, self.truth(case, SINGLE), found, self.tolerance, only)
+            if are_near(items):
                 return items
         items = compare(case, self.truth(case), found, self.tolerance, only)
-        if not self.others and any(item.fault for item in items):
+        if any(item.fault for item in items):
             items = compare(case, self.truth(case, SHAKES), found, self.tolerance, only)
         return items
 

@@ -107,6 +107,17 @@ class Inputs:
             found[PROBABILITIES] = _probabilities(scores, kind)
         return found
 
+    def units(self, tensors: Tensors, least: float) -> dict[str, float]:
+        """Returns the unit of the errors of `values`: 1 of probabilities.
+
+        Of a vector it is the largest mean of a channel's sizes, since a mean may cancel, or the
+        largest output of a head; `least` is the lower bound of a head's unit.
+        """
+        large = {name: np.abs(tensors[name]) for name in ("hidden", "head") if name in tensors}
+        vector = _vector(self, large, None, normalise=False)
+        unit = float(vector.max(initial=least if self.embeds else 0.0))
+        return {"vector": unit or 1.0, PROBABILITIES: 1.0}
+
     def _kept(self, ids: Sequence[int]) -> tuple[int, ...]:
         room = self.most - len(self.special.wrap([]))
         left = max(0, len(ids) - room) if self.special.keeps_end else 0
@@ -135,9 +146,13 @@ class Inputs:
         """Returns a text with some of its words hidden."""
         words = text.split(" ")
         hidden = len(words) // 2 % HIDDEN
-        words = [MASK if at % HIDDEN == hidden else each for at, each in enumerate(words)]
-        text = " ".join(words)
-        return Row((text,), self._kept(self.tokenizer.encode_masked(text.split(MASK))))
+        some = [MASK if at % HIDDEN == hidden else each for at, each in enumerate(words)]
+        for chosen in (some, [MASK] * len(words)):  # a text may be cut between two masks
+            text = " ".join(chosen)
+            ids = self._kept(self.tokenizer.encode_masked(text.split(MASK)))
+            if self.special.mask_id in ids:
+                break
+        return Row((text,), ids)
 
     def pair(self, one: str, other: str) -> Row:
         """Returns a pair of texts, cut only where a template joins them."""
@@ -299,17 +314,21 @@ def _plain_fill_mask(inputs: Inputs, row: Row, result: Any, tensors: Tensors, to
     ids, decode = np.array(row.ids), inputs.tokenizer.decode
     top = min(top, tensors["logits"].shape[-1])
     places = np.flatnonzero(ids == inputs.special.mask_id)
-    scores = np.log(_probabilities(tensors["logits"][0, places], "softmax"))
+    logits = tensors["logits"][0, places].astype(np.float64)
+    sizes = np.abs(logits).max(axis=-1, initial=4.0)
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    scores = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
     if len(places) != len(result.candidates):
         return False
-    for own, candidates in zip(scores, result.candidates, strict=True):
+    for own, size, candidates in zip(scores, sizes, result.candidates, strict=True):
         tokens = [each.token for each in candidates]
         given = [each.log_probability for each in candidates]
         best = np.sort(np.partition(own, -top)[-top:])[::-1]
         told = all(each.text == decode([each.token]) for each in candidates)
         apart = len(set(tokens)) == len(best)
-        # A sum of exponentials in float32 moves each logarithm by some units of 1.
-        same = all(_alike(given, each, 4.0) for each in (own[tokens], best))
+        # In float32 a sum of exponentials moves each logarithm by some units of 1, and the
+        # difference of a logit and the log-sum-exp by one of theirs.
+        same = all(_alike(given, each, size) for each in (own[tokens], best))
         if not (told and apart and same):
             return False
     ids[places] = [each[0].token for each in result.candidates]

@@ -97,7 +97,8 @@ def _blocks(model: Transformer, bits: int) -> dict[str, Rounded]:
     for name, weight in block_weights(model, bits):
         integers, scales = map(torch.from_numpy, (weight.integers, weight.scales))
         rounding = partial(round_blocks, block=BLOCK)
-        found[name] = Rounded(integers, scales[..., None], weight.inputs, rounding)
+        offset = 1 << (weight.bits - 1)
+        found[name] = Rounded(integers, scales[..., None], weight.inputs, rounding, offset=offset)
         model.release()
     return found
 

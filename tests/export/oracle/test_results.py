@@ -7,7 +7,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
-from transferry.export.oracle.results import RESULTS, Row
+from transferry.export.oracle.results import RESULTS, Inputs, Row
 from transferry.runtime.bundle.head import Aggregation, HeadSettings
 from transferry.runtime.engine.tasks import classify, fill_mask, rank, tag
 from transferry.runtime.engine.tasks.heads import probabilities
@@ -43,26 +43,37 @@ def test_tags(aggregation: Aggregation, seed: int) -> None:
     assert not any(agrees(replace(result, tags=(each, *tags[1:]))) for each in wrong)
 
 
+def test_the_unit_of_a_mean_is_the_size_of_what_is_summed() -> None:
+    """A channel of a mean that cancels is no unit: float32 rounds its terms."""
+    hidden = {"hidden": np.array([[[1e4, 1.0], [-1e4, 1.0]]])}
+    inputs: Any = SimpleNamespace(embeds=False)
+    assert Inputs.units(inputs, hidden, 1e9) == {"vector": 1e4, "probabilities": 1.0}
+    inputs = SimpleNamespace(embeds=True, head=HeadSettings("embed"))
+    assert Inputs.units(inputs, {"head": np.array([[-3.0, 2.0]])}, 5.0)["vector"] == 5.0
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_fillings(seed: int) -> None:
     """Also of a token whose log-probability is next to 0, less than the error of its logarithm."""
     draw = np.random.default_rng(seed)
     scores = draw.normal(size=(1, 3, 4000)).astype(np.float32)
     scores[0, 1, 7] = scores[0].max() + seed
+    scores *= 1000.0 if seed % 5 == 4 else 1.0  # of which most probabilities are 0
     tokenizer = SimpleNamespace(decode=lambda ids: " ".join(map(str, ids)))
-    call: Any = SimpleNamespace(tokenizer=tokenizer, mask_id=2, top=1)
+    call: Any = SimpleNamespace(tokenizer=tokenizer, mask_id=2, top=2)
     row, encoded = Row((TEXT,), (1, 2, 3)), SimpleNamespace(ids=[1, 2, 3])
     part = fill_mask._Call.part(call, encoded, scores[0])  # type: ignore[arg-type]
     named = fill_mask._Call.answer(call, encoded, part)  # type: ignore[arg-type]
     result = fill_mask.FilledMaskResult(TEXT, 3, **named)
     inputs: Any = SimpleNamespace(tokenizer=tokenizer, special=SpecialTokens(mask_id=2))
     agrees = RESULTS["fill-mask"]
-    assert agrees(inputs, row, result, {"logits": scores}, top=1)
-    assert not agrees(inputs, row, result, {"logits": np.roll(scores, 1, 1)}, top=1)
-    ((best,),) = result.candidates
-    moved = replace(best, log_probability=best.log_probability - 1e-5)
+    assert agrees(inputs, row, result, {"logits": scores}, top=2)
+    assert not agrees(inputs, row, result, {"logits": np.roll(scores, 1, 1)}, top=2)
+    ((best, second),) = result.candidates
+    apart = 1e-5 * max(1.0, np.abs(scores).max() / 4)
+    moved = replace(best, log_probability=best.log_probability - apart)
     assert not agrees(
-        inputs, row, replace(result, candidates=((moved,),)), {"logits": scores}, top=1
+        inputs, row, replace(result, candidates=((moved, second),)), {"logits": scores}, top=2
     )
 
 

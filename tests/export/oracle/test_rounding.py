@@ -16,6 +16,7 @@ from transferry.export.rewrite.calibration import CALIBRATION, Calibration
 from transferry.export.subject.bundle_copy import BundleCopy
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.errors import InputError
+from transferry.runtime.precision import Precision
 from transferry.runtime.proof.compare import Comparison, Tolerance, observe
 
 INT8 = "cpu-int8"
@@ -66,6 +67,21 @@ def test_where_nothing_lies_at_a_border_int8_is_as_exact_as_float32(
     assert min(sharp) > 0.2
     # The worst entry beside its budget lies where a value crossed, or not.
     assert max([item.error for item in comparisons if item.budget < SHARP], default=0.0) < 1e-6
+
+
+@pytest.mark.parametrize("precision", ["int8", "int8-blocks"])
+def test_torch_is_shaken_after_it_rounds(
+    precision: str, calm: Checkpoint, calibration_read: Calibration
+) -> None:
+    """Rounding would undo a move of an input: all but the integers move."""
+    given = calm.model, calm.tokenizer.special, Tolerance.of(precision)
+    row = Precision.of(precision)
+    oracle = Oracle.of(*given, precision=row, calibration=calibration_read)
+    case = single_tokens(oracle.config)
+    plain, shaken = (observe(oracle.reference, case), *oracle.shaken(case, 1))
+    moved = np.abs(shaken["logits"] - plain["logits"])
+    assert (moved > 0).mean() > 0.5
+    assert np.median(moved) < 1e-5 * np.abs(plain["logits"]).max()
 
 
 def test_longer_texts_cross_borders_and_pass(int8_oracle: Oracle, all_variants: Bundle) -> None:
