@@ -73,7 +73,7 @@ OWN: dict[str, Callable[[Path], Any]] = {
 MODES = {"as-text": True, "as-tokens": False}  # as split_special_tokens of transformers
 
 
-def write(kind: str, folder: Path) -> None:
+def write(kind: str, folder: Path, seed: int = 0, layers: int = 1, **sizes: Any) -> None:
     """Writes the folder of a small random model with a tokenizer of its type."""
     folder.mkdir()
     if kind in CLASSES:
@@ -97,13 +97,13 @@ def write(kind: str, folder: Path) -> None:
         "decoder_start_token_id": pad if kind in ("marian", "t5", "mt5", "umt5", "pegasus") else end
     }
     places = "n_positions" if kind in ("gpt2", "t5", "mt5", "umt5") else "max_position_embeddings"
-    chosen = drawn(Draw(f"{kind} 0")) | ids | {places: 64, "vocab_size": size}
+    chosen = drawn(Draw(f"{kind} {seed}")) | ids | {places: 64, "vocab_size": size} | sizes
     for key, value in chosen.items():
         if key.endswith(("layers", "n_layer")) and type(value) is int:
-            chosen[key] = 1
+            chosen[key] = min(value, layers)
         if key in ("layer_types", "no_rope_layers") and value:
-            chosen[key] = value[:1]
-    torch.manual_seed(1)
+            chosen[key] = value[:layers]
+    torch.manual_seed(seed + 1)
     model = getattr(transformers, name)(getattr(transformers, name).config_class(**chosen)).eval()
     randomise(model)
     if model.can_generate() and kind not in ENCODERS:
