@@ -58,7 +58,7 @@ def test_fillings(seed: int) -> None:
     draw = np.random.default_rng(seed)
     scores = draw.normal(size=(1, 3, 4000)).astype(np.float32)
     scores[0, 1, 7] = scores[0].max() + seed
-    scores *= 1000.0 if seed % 5 == 4 else 1.0  # of which most probabilities are 0
+    scores *= 1000.0 if seed % 5 == 4 else 1.0  # most probabilities are 0
     tokenizer = SimpleNamespace(decode=lambda ids: " ".join(map(str, ids)))
     call: Any = SimpleNamespace(tokenizer=tokenizer, mask_id=2, top=2)
     row, encoded = Row((TEXT,), (1, 2, 3)), SimpleNamespace(ids=[1, 2, 3])
