@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,6 +32,12 @@ INNER = ("*", "snapshots/*", "*/snapshots/*")
 
 # Text part of models that read images too, by model_type, where text_config names no other.
 TEXT_PARTS = {"gemma3": "gemma3_text", "mistral3": "mistral"}
+# Settings of such models that text_config does not decide, beside those of generation.
+OF_WHOLE = (
+    *("architectures", "tie_word_embeddings", "quantization", "quantization_config"),
+    *("compression_config", "id2label", "label2id", "num_labels", "problem_type"),
+    *("sentence_transformers", "sbert_ce_default_activation_function"),
+)
 
 Value = TypeVar("Value")
 
@@ -243,16 +249,23 @@ class PretrainedFolder:
         self.text_notes = [note]
         return NamedTensors(tensors.origin, places)
 
-    def take_text(self) -> None:
-        """Leaves the text part of a model that reads images too: `text_config` and its tensors."""
+    def take_text(self, generation: Iterable[str]) -> None:
+        """Leaves the text part of a model that reads images too: `text_config` and its tensors.
+
+        Of the whole model's settings, those of generation and `OF_WHOLE` count, before text_config.
+        """
         found = dict(self.config.values)
         text = found.pop("text_config", None)
-        kind = TEXT_PARTS.get(str(found.get("model_type")))
+        kind = TEXT_PARTS.get(str(found.pop("model_type", None)))
         if kind is None or not isinstance(text, dict):
             return
-        # Of the whole model, where both name it.
-        whole = {name: found[name] for name in ("tie_word_embeddings",) if name in found}
-        self.config.values = {**found, "model_type": kind, **text, **whole}
+        names = [name for name in (*OF_WHOLE, *generation) if found.get(name) is not None]
+        whole = {name: found.pop(name) for name in names}
+        # A head finds the end of a text by the padding token of text_config.
+        padding = {name: whole.pop(name) for name in ("pad_token_id",) if name in whole}
+        self.config.values = {"model_type": kind, **padding, **text, **whole}
+        if found:
+            self.config.left.append(f"{', '.join(found)} (of the whole model, not of its text)")
         self.images = ("vision_tower.", "multi_modal_projector.")
 
 

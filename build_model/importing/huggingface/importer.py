@@ -23,7 +23,11 @@ from transferry.build_model.importing.huggingface.folder import (
     Settings,
     require_plain,
 )
-from transferry.build_model.importing.huggingface.generation import generation_defaults
+from transferry.build_model.importing.huggingface.generation import (
+    SEARCH_SETTINGS,
+    TOKENS,
+    generation_defaults,
+)
 from transferry.build_model.importing.huggingface.heads import as_reader, as_source_reader, reads
 from transferry.build_model.importing.huggingface.settings_table import judge
 from transferry.build_model.importing.huggingface.tables import Family, Table
@@ -152,7 +156,7 @@ def _modules(
         require(sentence is None, "--score-tokens", f"left out with {MODULES}", ",".join(scores))
         sentence = scored_by(pretrained, scores)
     pretrained.pairs = sentence is not None and bool(sentence.scores)
-    pretrained.take_text()
+    pretrained.take_text((*SEARCH_SETTINGS, *TOKENS))
     return pretrained, sentence
 
 

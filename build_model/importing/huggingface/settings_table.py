@@ -85,11 +85,6 @@ WITHOUT_EFFECT: Mapping[str, Mapping[str, str]] = {
             "summary_use_proj type_vocab_size"
         ),
         PIPELINE: "prefix task_specific_params",
-        "of images": (
-            "boi_token_index eoi_token_index image_token_id image_token_index mm_tokens_per_image "
-            "multimodal_projector_bias projector_hidden_act spatial_merge_size vision_config "
-            "vision_feature_layer"
-        ),
         FILES: (
             "add_bias_logits layer_norm_elementwise_affine n_ctx pad_vocab_size_multiple "
             "tie_encoder_decoder"

@@ -135,10 +135,23 @@ def test_the_text_part_of_a_model_that_reads_images(
     )
     made = drawn_model(config, model_class)
     made.save_pretrained(folder, save_original_format=older)
+    path = folder / "config.json"
+    record = json.loads(path.read_text(encoding="utf-8"))
+    # Beside text_config, for which transformers reads them nowhere.
+    outer = {"sliding_window": 2, "rms_norm_eps": 0.5, "hidden_size": 99, "head_dim": 3}
+    for key in ("sliding_window", "rms_norm_eps"):
+        del record["text_config"][key]
+    write(path, {**record, **outer, "eos_token_id": 4, "architectures": [name]})
+    config = model_class.config_class.from_pretrained(folder)
+    ends = transformers.GenerationConfig.from_model_config(config).eos_token_id
+    (folder / "generation_config.json").unlink()
     said: list[str] = []
     import_pretrained(folder, tmp_path / "run", say=said.append)
     assert "the text part of a model that reads images; " in said[0]
-    ours = load_checkpoint(tmp_path / "run").model.double()
+    checkpoint = load_checkpoint(tmp_path / "run")
+    assert checkpoint.tokenizer.special.eos_id == ends
+    assert any("sliding_window" in line and "not of its text" in line for line in said)
+    ours = checkpoint.model.double()
     rows = torch.randint(3, len(theirs), (2, 9))
     exactly = in_float64(made, config)
     with exact():
