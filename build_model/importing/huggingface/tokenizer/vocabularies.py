@@ -109,7 +109,8 @@ def _special_texts(pretrained: PretrainedFolder, name: str, size: int) -> dict[s
 
     Those are tokens of their own in a text for transformers, and text for SentencePiece.
 
-    Tokens beyond the `size` of the model stay text.
+    Tokens beyond the `size` of the model stay text, and tokens of `single_word`, which transformers
+    finds between blanks alone.
     """
     settings = pretrained.tokenizer
     names = (name, f"{name}Fast", "PythonBackend", "PythonBackendFast")
@@ -131,7 +132,13 @@ def _special_texts(pretrained: PretrainedFolder, name: str, size: int) -> dict[s
         ids.setdefault(text, listed.get(text, len(ids)))
     if beyond := [text for text in dict.fromkeys(texts) if ids[text] >= size]:
         pretrained.notes.append(f"{', '.join(beyond)} left out, since the model has {size} tokens")
-    return {text: ids[text] for text in texts if ids[text] < size}
+    decoder = settings.values.get("added_tokens_decoder")
+    flagged = [*(decoder.values() if isinstance(decoder, dict) else ()), *named]
+    flagged = [each for each in flagged if isinstance(each, dict) and each.get("single_word")]
+    if words := dict.fromkeys(each["content"] for each in flagged):
+        note = "left out of the tokens that texts may name, being tokens of single_word"
+        pretrained.notes.append(f"{', '.join(words)} {note}")
+    return {text: ids[text] for text in texts if ids[text] < size and text not in words}
 
 
 def _pair(

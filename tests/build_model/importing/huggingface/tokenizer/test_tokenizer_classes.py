@@ -305,6 +305,21 @@ def test_marian_cleans_up_as_its_class_does(cleans: bool, tmp_path: Path) -> Non
         TOKENIZERS["marian"](PretrainedFolder(tmp_path), shape)
 
 
+@pytest.mark.parametrize("listed", [False, True])
+def test_marian_reads_words_of_single_word_as_text(listed: bool, tmp_path: Path) -> None:
+    size = marian_vocabulary(tmp_path)
+    word = {"content": "<new>", "single_word": True}
+    own = {"added_tokens_decoder": {size: word}} if listed else {"cls_token": word}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(own))
+    ids = {"eos_token_id": 0, "pad_token_id": size - 1, "decoder_start_token_id": size - 1}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "marian", **ids}))
+    shape = ModelConfig(size + 1, 8, 2, 1, 1, 8, architecture="encoder-decoder")
+    folder = PretrainedFolder(tmp_path)
+    assert "<new>" not in TOKENIZERS["marian"](folder, shape).special_texts()
+    (note,) = folder.notes
+    assert note.startswith("<new> left out of the tokens that texts may name")
+
+
 def test_bytes_of_byt5_are_theirs(tmp_path: Path) -> None:
     theirs = transformers.ByT5Tokenizer()
     theirs.save_pretrained(tmp_path)
