@@ -313,6 +313,16 @@ def test_a_sheet_of_excel_is_read(bundle_folder: Path, tmp_path: Path) -> None:
         open_reader(tmp_path / "two.xlsx", sheet="More")
 
 
+def test_durations_of_a_sheet_are_written_as_by_pandas(tmp_path: Path) -> None:
+    durations = [pandas.Timedelta(seconds=each) for each in (0, 108_000, -18_000, 2.25, 61)]
+    book = openpyxl.Workbook()
+    for line in ["text", "took"], *(["a", each.to_pytimedelta()] for each in durations):
+        book.active.append(line)
+    book.save(tmp_path / "in.xlsx")
+    found = [row.fields["took"] for row in open_reader(tmp_path / "in.xlsx").rows()]
+    assert found == [each.isoformat() for each in durations]
+
+
 UNITS = ["a", "_x0041_", "_x005F_", "_xD83D_", "_xDE00_", "_xDE00_b", "_x000A_"]
 
 

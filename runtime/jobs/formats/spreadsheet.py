@@ -7,6 +7,7 @@ import warnings
 import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from itertools import islice
 from typing import Any
 
@@ -119,13 +120,17 @@ def _filled(rows: Iterator[Sequence[Any]]) -> Iterator[Sequence[Any]]:
 
 
 def _plain(cell: Any) -> Any:
-    """Returns a cell as a JSON value; dates and times as in ISO 8601."""
+    """Returns a cell as a JSON value; dates, times and durations as in ISO 8601."""
     if isinstance(cell, str):
         return None if cell in _FAILED else _ESCAPED.sub(_unescaped, cell)
     if isinstance(cell, float) and cell.is_integer() and abs(cell) < 1 << 53:
         return int(cell)
     if cell is None or isinstance(cell, bool | int | float):
         return cell
+    if isinstance(cell, timedelta):  # as in pandas: P1DT6H0M0S
+        (minutes, seconds), part = divmod(cell.seconds, 60), cell.microseconds
+        seconds_text = f"{seconds}.{part:06}".rstrip("0") if part else seconds
+        return f"P{cell.days}DT{minutes // 60}H{minutes % 60}M{seconds_text}S"
     return cell.isoformat() if hasattr(cell, "isoformat") else str(cell)
 
 
