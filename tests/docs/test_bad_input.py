@@ -109,6 +109,7 @@ def test_every_spoiler_has_a_row() -> None:
 def test_bad_input(row: Row, place: Path) -> None:
     if row.bad_input in SPOILERS:
         SPOILERS[row.bad_input](place)
+    assert "read-only" not in row.command or (place / "read-only").is_dir()
     before = snapshot(place)
     exit_code, stderr = execute(row.command)
     assert exit_code == row.exit_code, stderr
