@@ -50,6 +50,7 @@ class WorkQueue(Generic[Row, Answer]):
 
     Attributes:
         stopped: No more answers are needed; replicas look at it between two answers.
+        process: Id of the process whose replicas compute.
     """
 
     def __init__(self, tokens: int, workers: int = 1) -> None:
@@ -63,7 +64,7 @@ class WorkQueue(Generic[Row, Answer]):
         self._tokens, self._workers = tokens, workers
         self.stopped = self._closed = False
         self._error: BaseException | None = None
-        self._reader, self._process = threading.current_thread(), os.getpid()
+        self._reader, self.process = threading.current_thread(), os.getpid()
         # Changes to the waiting items; only the replica that holds the lock makes them.
         self._changes: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._waiting: deque[WorkItem[Row]] = deque()
@@ -182,7 +183,7 @@ class WorkQueue(Generic[Row, Answer]):
             while row not in self._answers:
                 if self._error is not None:
                     raise self._error
-                if os.getpid() != self._process:  # a fork copies no thread
+                if os.getpid() != self.process:  # a fork copies no thread
                     raise UsageError(
                         "the results were begun before this process was forked; ask for them here"
                     )
@@ -194,6 +195,18 @@ class WorkQueue(Generic[Row, Answer]):
             yield self._answers[row]
         for item in items:
             del self._answers[item]
+
+
+# Queues with replicas. A fork copies them, and with them locks of onnxruntime that replicas hold.
+_RUNNING: set[WorkQueue[Any, Any]] = set()
+
+
+def _require_no_locks() -> None:
+    if any(each.process != os.getpid() for each in tuple(_RUNNING)):
+        raise UsageError(
+            "this process was forked while an engine computed, and could wait for ever; read all "
+            "results before a fork, or start processes with spawn"
+        )
 
 
 def batch_worker(compute: Callable[[list[Row]], list[Answer]]) -> Worker[Row, Answer]:
@@ -230,13 +243,18 @@ def in_order(
         options: Sizes of windows, and of batches in tokens.
         waiting: Called every second while the next answer is not there, with the number of later
             answers that are.
+
+    Raises:
+        UsageError: The process was forked while replicas computed.
     """
+    _require_no_locks()
     queue = WorkQueue[Row, Answer](options.tokens, len(workers))
     threads = [
         threading.Thread(target=queue.run, args=(worker, rows), name=f"replica {number}")
         for number, worker in enumerate(workers)
     ]
     try:
+        _RUNNING.add(queue)
         with held():  # a thread that is cut short while it starts could never be joined
             for thread in threads:
                 thread.start()
@@ -264,6 +282,8 @@ def in_order(
             for thread in threads:
                 if thread.is_alive():
                     thread.join()
+            if queue.process == os.getpid():
+                _RUNNING.discard(queue)
 
 
 class Repeats(Generic[Input, Known]):

@@ -6,7 +6,7 @@ import itertools
 import math
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -152,20 +152,32 @@ def test_results_do_not_wait_for_themselves(engine: Engine) -> None:
         list(results)
 
 
+def in_a_fork(work: Callable[[], object]) -> int:
+    """Exit status of a child that does the work, within a minute."""
+    if (child := os.fork()) == 0:
+        try:
+            signal.alarm(60)
+            work()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return os.waitpid(child, 0)[1]
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 def test_a_fork_does_not_wait_for_results(engine: Engine, texts: list[str]) -> None:
     results = engine.generate(iter(texts * 9), GREEDY)
     next(results)
-    if (child := os.fork()) == 0:
-        try:
-            signal.alarm(60)
-            with pytest.raises(UsageError, match="before this process was forked"):
-                list(results)
-            os._exit(0)
-        finally:
-            os._exit(1)
-    assert os.waitpid(child, 0)[1] == 0
+
+    def refused() -> None:
+        with pytest.raises(UsageError, match="before this process was forked"):
+            list(results)
+        with pytest.raises(UsageError, match="was forked while an engine computed"):
+            list(engine.generate(texts, GREEDY))
+
+    assert in_a_fork(refused) == 0
     assert len(list(results)) == 9 * len(texts) - 1
+    assert in_a_fork(lambda: list(engine.generate(texts, GREEDY))) == 0
 
 
 def test_an_engine_verifies_itself(engine: Engine) -> None:
