@@ -197,10 +197,16 @@ def _text(
         cut = len(tokens) - len(tokens) // HELD_OUT
         tokens, valid_tokens = tokens[:cut], tokens[cut:]
         valid_text = tokenizer.decode(valid_tokens)
+        held, also = f"{train}, the last tenth, held out for validation", " or --valid-text"
     else:
-        valid_text = read_text(valid)
+        valid_text, held, also = read_text(valid), str(valid), ""
         valid_tokens = tokenizer.encode(valid_text)
     say(f"validation text: {len(valid_tokens):,} tokens")
+    for place, found, remedy in ((str(train), tokens, ""), (held, valid_tokens, also)):
+        if len(found) < 2:
+            raise InputError(
+                f"{place}: expected at least 2 tokens, found {len(found)}; give more text{remedy}"
+            )
 
     def windows(tokens: Sequence[int]) -> Windows:
         if masked:

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,26 @@ def test_without_validation_pairs_some_are_held_out(tmp_path: Path) -> None:
     _, said = follow(what, tmp_path / "run")
     assert "validation pairs: 2 of these, held out" in said.splitlines()
     assert load_samples(tmp_path / "run") == ["a green white cat", "a grey white cat"]
+
+
+@pytest.mark.parametrize(
+    ("text", "valid", "message"),
+    [
+        ("1", None, "one.txt: expected at least 2 tokens, found 1; give more text$"),
+        ("1 2 3", None, "one.txt, the last tenth, .*, found 0; give more text or --valid-text$"),
+        ("1 2 3", "1", "valid.txt: expected at least 2 tokens, found 1; give more text$"),
+    ],
+)
+def test_a_text_of_few_tokens_is_named(
+    text: str, valid: str | None, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "one.txt").write_text(text)
+    (tmp_path / "valid.txt").write_text(valid or "")
+    given = None if valid is None else tmp_path / "valid.txt"
+    shape = {"architecture": "decoder-only", "encoder_layers": 0}
+    what = recipe(PairFiles(tmp_path), valid=given, tokenizer=BYTES, model_changes=shape)
+    with pytest.raises(InputError, match=message):
+        follow(replace(what, train=tmp_path / "one.txt"), tmp_path / "run")
 
 
 def test_held_out_pairs_are_on_one_side_alone() -> None:
