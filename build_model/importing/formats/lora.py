@@ -232,8 +232,9 @@ class AdaptedTensors(Tensors):
         lost = [name for name in adapter.changes if plain(name) not in names]
         if lost:
             raise InputError(
-                f"{adapter.tensors.origin}: {lost[0]} has no place in {base.origin}; import the "
-                "model that the adapter was made for"
+                f"{adapter.tensors.origin}: {lost[0]} has no place in {base.origin}: the adapter "
+                "is of another model, or of a class of transformers that renames the tensors of "
+                "this file: then merge_and_unload() with PEFT, save_pretrained(DIR), and import DIR"
             )
         self._changes = {names[plain(name)]: one for name, one in adapter.changes.items()}
         for name, change in self._changes.items():
@@ -250,11 +251,6 @@ class AdaptedTensors(Tensors):
                 f"{list(self._base.shapes[name].shape)}, found {made}; import the model that the "
                 "adapter was made for"
             )
-
-    @property
-    def touched(self) -> set[str]:
-        """Names of the tensors that the adapter changes."""
-        return {*self._changes, *self._replaced}
 
     @cached_property
     def shapes(self) -> Mapping[str, Tensor]:

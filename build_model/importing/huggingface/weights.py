@@ -220,19 +220,19 @@ def adapted(family: Family, config: ModelConfig, tensors: Tensors, adapter: Adap
         # Norms and biases of such a layer are in the same row of the table.
         return isinstance(move, Move) and move.turned and name.endswith("weight")
 
-    merged = AdaptedTensors(tensors, adapter, lambda name: _without(family.prefixes, name), turned)
     shared = [
         name
-        for name in merged.touched
+        for name in (*adapter.changes, *adapter.replaced)
         if isinstance(move := move_of(name), Move)
         and set(move.ours) & {"embedding.weight", "output.weight"}
     ]
     if config.tied and len(shared) == 1:
         raise InputError(
             f"{adapter.tensors.origin}: it changes {shared[0]}, which the model shares between "
-            "embedding and output, and not the other; only models that share them can be imported"
+            "embedding and output, and not the other; give the model tie_word_embeddings=False and "
+            "a copy as output, merge_and_unload() with PEFT, save_pretrained(DIR), and import DIR"
         )
-    return merged
+    return AdaptedTensors(tensors, adapter, lambda name: _without(family.prefixes, name), turned)
 
 
 def _unknown(origin: str, name: str, quantised: list[str]) -> InputError:

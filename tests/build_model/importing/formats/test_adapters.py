@@ -236,7 +236,7 @@ Change = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda own: factors(QUERY.replace("1", "7"), WIDTH, WIDTH), "has no place in"),
+        (lambda own: factors(QUERY.replace("1", "7"), WIDTH, WIDTH), "no place in .* of another"),
         (lambda own: factors(QUERY, WIDTH, 48), r"of shape \[32, 32\], found \[32, 48\]"),
         (lambda own: dict([*own.items()][:1]), "expected A and B of"),
         (lambda own: own | {f"{PREFIX}x.lora_C.weight": torch.ones(2)}, "cannot be merged"),
@@ -246,6 +246,7 @@ Change = Callable[[dict[str, Tensor]], dict[str, Tensor]]
             lambda own: own | {f"{PREFIX}model.embed_tokens.weight": torch.randn(97, WIDTH)},
             "which the model shares between embedding and output",
         ),
+        (lambda own: factors("lm_head", 97, WIDTH), "changes lm_head.weight, which .* a copy as"),
     ],
 )
 def test_a_tensor_is_refused_by_name(change: Change, message: str, tmp_path: Path) -> None:
