@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from transferry.export.checks.check import Check, Findings
 from transferry.export.checks.numbers import numbers
 from transferry.export.checks.searches import Text
-from transferry.export.oracle.oracle import Oracle
+from transferry.export.oracle.oracle import SHAKES, Oracle
 from transferry.export.oracle.teacher_forcing import TeacherForcing, chosen_from
 from transferry.export.rewrite.calibration import misfit
 from transferry.export.subject.bundle import BundleSubject
@@ -25,8 +25,7 @@ from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.tasks.fill_mask import FillMask
 from transferry.runtime.engine.tasks.score import TOO_SHORT, Pair, score
 from transferry.runtime.errors import InputError
-from transferry.runtime.precision import Precision
-from transferry.runtime.proof.compare import Case, Comparison, Tolerance, compare, limited, observe
+from transferry.runtime.proof.compare import Case, Comparison, Tolerance, limited, observe
 from transferry.runtime.proof.divergence import Divergence, RankErrors, forced
 from transferry.runtime.proof.report import Claim, Difference
 from transferry.runtime.proof.tally import Tally
@@ -74,9 +73,7 @@ def _given_answers(
         name = f"text, rows {', '.join(map(str, batch[:3]))}{' ...' if len(batch) > 3 else ''}"
         case = Case(name, source, mask, target, 0, stage=TEXT)
         (sides, _), found = oracle.sides(case), observe(subject.model, case)
-        compared = compare(
-            case, oracle.judged(case, sides), found, oracle.tolerance, subject.tensors
-        )
+        compared = oracle.compared(case, found, subject.tensors, oracle.judged(case, sides))
         # The loss of an int8 variant is its loss against the model as trained.
         trained = observe(oracle.trained, case) if oracle.rounds else sides[1]
         predicted = [pairs[row][1][1:] for row in batch]
@@ -159,7 +156,7 @@ def _readings(
             case.source[:, places] = mask_id
         (sides, least), given = oracle.sides(case), observe(subject.model, case)
         expected = oracle.judged(case, sides, least)
-        found.comparisons += compare(case, expected, given, oracle.tolerance, subject.tensors)
+        found.comparisons += oracle.compared(case, given, subject.tensors, expected)
         trained = observe(oracle.trained.encoder, case) if oracle.rounds else sides[1]
         yield Findings(steps=1)
         choices = [
@@ -257,25 +254,24 @@ def compare_scores(oracle: Oracle, engine: Engine, pairs: Sequence[Pair]) -> lis
         # Of a text all tokens but the first are scored.
         read = None if oracle.config.encoder_layers else 1
         sources, answers = [row.ids[:read] for row in encoded], [row.tokens for _, row in batch]
-        exact, *sides = (
-            forced(side, sources, answers, oracle.special)
-            for side in (oracle.exact, oracle.reference, *oracle.others)
-        )
-        worst: list[tuple[float, float]] = []
-        for one, (_, row), *moved in zip(exact, batch, *sides, strict=True):
-            own = RankErrors.of(one, moved, oracle.tolerance.floor)
-            errors = np.abs(row.log_probabilities - one.log_probabilities)
-            units = own.floor / oracle.tolerance.floor
-            allowed = [own.allowed(oracle.tolerance, slice(n, n + 1)) for n in range(len(errors))]
-            worst += zip((errors / units).tolist(), (allowed / units).tolist(), strict=True)
-        if Precision.of(engine.model.variant.precision).block_bits:
-            # An input at the border of two integers moves any token, not those of the oracles.
-            most = float(np.max([allowed for _, allowed in worst]))  # keeps NaN, unlike max()
-            worst = [(error, most) for error, _ in worst]
-        # Unlike max(), argmax finds NaN.
-        error, budget = worst[int(np.argmax([error / allowed for error, allowed in worst]))]
-        own_error = budget / oracle.tolerance.factor
-        comparisons.append(limited(name, "scores", "text", error, own_error, budget))
+        run = partial(forced, sources=sources, answers=answers, special=oracle.special)
+        for shakes in (0, SHAKES):  # see `Oracle.compared`
+            exact, *sides = oracle.runs(run, shakes)
+            worst: list[tuple[float, float]] = []
+            for one, (_, row), *moved in zip(exact, batch, *sides, strict=True):
+                own = RankErrors.of(one, moved, oracle.tolerance.floor, borders=bool(oracle.others))
+                errors = np.abs(row.log_probabilities - one.log_probabilities)
+                units = own.floor / oracle.tolerance.floor
+                parts = [slice(n, n + 1) for n in range(len(errors))]
+                allowed = [own.allowed(oracle.tolerance, part) for part in parts]
+                worst += zip((errors / units).tolist(), (allowed / units).tolist(), strict=True)
+            # Unlike max(), argmax finds NaN.
+            error, budget = worst[int(np.argmax([error / allowed for error, allowed in worst]))]
+            own_error = budget / oracle.tolerance.factor
+            judged = limited(name, "scores", "text", error, own_error, budget)
+            if not judged.fault:
+                break
+        comparisons.append(judged)
     failed = [(number, row.error) for number, row in rows if row.error not in (None, TOO_SHORT)]
     if failed:
         fault = f"row {failed[0][0]} and {len(failed) - 1} more were not scored: {failed[0][1]}"

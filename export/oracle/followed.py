@@ -402,7 +402,7 @@ def followed(oracle: Oracle, model: ShownModel, case: Case) -> tuple[Tensors, li
     items = _judged(oracle, following, case, sides, found)
     if any(item.fault for item in items):
         with oracle.reference.rounding(following):
-            sides += oracle.shaken(case, SHAKES)
+            sides += oracle.shaken(partial(oracle.observe, case=case), SHAKES)
         items = _judged(oracle, following, case, sides, found)
     return found, items
 

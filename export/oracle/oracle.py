@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from transferry.build_model.model.config import ModelConfig
 from transferry.build_model.model.transformer import Transformer
 from transferry.export.oracle.cases import MOST_LOGITS, RECORDED, recorded_cases, search_settings
-from transferry.export.oracle.rounding import integer_sides
+from transferry.export.oracle.rounding import Borders, integer_sides
 from transferry.export.rewrite.calibration import Calibration
 from transferry.export.torch_model import TorchDecoder, moved_heads
 from transferry.runtime.decoding.batching import length_batches
@@ -47,6 +47,7 @@ MOST_ROWS, SMALL_LOGITS = 512, 1 << 21
 SCORED_TOKENS = 8192  # in a batch of answers
 SHAKES = 4  # of torch in float32, where an error exceeds its limit
 SINGLE = -1  # torch in float32 alone, as `nearby`
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,9 +132,13 @@ class Oracle:
         return not self.rounds and self.tolerance.factor == Tolerance.factor
 
     def compared(
-        self, case: Case, found: Tensors, only: Collection[str] | None = None
+        self,
+        case: Case,
+        found: Tensors,
+        only: Collection[str] | None = None,
+        expected: Truth | None = None,
     ) -> list[Comparison]:
-        """Compares every tensor of a case, or only some.
+        """Compares every tensor of a case, or only some, with expected ones if these are known.
 
         With torch in float32 first; float64 takes twice its time, and measures what is not near.
 
@@ -141,11 +146,11 @@ class Oracle:
         chance round that to much less than its usual error. So an error beyond its limit is
         compared with the largest error of several roundings.
         """
-        if self.doubts and not case.measured and not self.config.has_head:
+        if expected is None and self.doubts and not (case.measured or self.config.has_head):
             items = compare(case, self.truth(case, SINGLE), found, self.tolerance, only)
             if are_near(items):
                 return items
-        items = compare(case, self.truth(case), found, self.tolerance, only)
+        items = compare(case, expected or self.truth(case), found, self.tolerance, only)
         if any(item.fault for item in items):
             items = compare(case, self.truth(case, SHAKES), found, self.tolerance, only)
         return items
@@ -154,20 +159,36 @@ class Oracle:
         """Returns the expected tensors of a case, given those of `sides`."""
         return truth(case, *sides, least=least, borders=bool(self.others))
 
-    def shaken(self, case: Case, times: int) -> Iterator[Tensors]:
-        """Runs a case in float32 several times, each rounded in another way."""
+    def shaken(self, run: Callable[[TorchDecoder], Found], times: int) -> Iterator[Found]:
+        """Computes in float32 several times, each rounded in another way."""
         for number in range(times):
             with self.reference.shaken(number):
-                yield self.observe(self.reference, case)
+                yield run(self.reference)
+
+    def runs(self, run: Callable[[TorchDecoder], Found], shakes: int = 0) -> list[Found]:
+        """Computes on `exact`, `reference` and `others`, and on `reference` shaken some times.
+
+        If it rounds values, `exact` also computes with those at a border rounded to the other
+        integer, the border being as wide as float32 makes it there; see `Borders`.
+        """
+        found = [run(side) for side in (self.exact, self.reference, *self.others)]
+        found += self.shaken(run, shakes)
+        if not (shakes and self.rounds):
+            return found
+        borders = Borders()
+        with self.exact.rounding(borders):
+            run(self.exact)
+        with self.reference.rounding(borders):
+            for _ in self.shaken(lambda side: run(borders.again(side)), shakes):
+                pass
+        for sign in (-1, 1):
+            with self.exact.rounding(borders):
+                found.append(run(borders.again(self.exact, sign)))
+        return found
 
     def sides(self, case: Case, shakes: int = 0) -> tuple[list[Tensors], float]:
-        """Runs a case: on `exact`, `reference` and `others`, and `reference` shaken some times.
-
-        Returns:
-            Their tensors, of a head moved by rounding too; and the head's unit.
-        """
-        found = (self.exact, self.reference, *self.others)
-        sides = [*(self.observe(side, case) for side in found), *self.shaken(case, shakes)]
+        """Returns the tensors of `runs`, of a head moved by rounding too; and the head's unit."""
+        sides = self.runs(partial(self.observe, case=case), shakes)
         if not self.config.has_head:
             return sides, 0.0
         moved, unit = moved_heads(self.exact.encoder, case.mask, *sides)
@@ -272,7 +293,7 @@ class Oracle:
         new = [key for key in dict.fromkeys(chain(*keys)) if key[1] and key not in self._scored]
         sides = self.exact, self.reference, *self.others
         for key, (one, *moved) in self._forced(new, sides, rules):
-            errors = RankErrors.of(one, moved, self.tolerance.floor)
+            errors = RankErrors.of(one, moved, self.tolerance.floor, borders=bool(self.others))
             own = errors.allowed(self.tolerance) / self.tolerance.factor
             rounding = errors.rounding if self.others else np.inf
             self._scored[key] = ExactScore(float(one.ranks.sum()), own, rounding)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -35,10 +35,12 @@ from transferry.export.rewrite.kv_scales import LARGEST, KVScales, fold_kv_scale
 from transferry.export.rewrite.rounded_weights import BLOCK, block_weights, matrices, quantised
 from transferry.export.torch_model import Floats, TorchDecoder, TorchState
 from transferry.runtime.precision import Precision
+from transferry.runtime.proof.compare import Tolerance
 
 # Half of the width, in steps, of the border between two integers: a value in it may be rounded to
 # either side. The largest integer, 127 steps, with an error of 2^-20, twice what reports show.
 BORDER = 2.0**-13
+SideT = TypeVar("SideT")
 ATTENTIONS = {"cross": "cross_attention", "past": "self_attention"}
 LOWEST = -LARGEST - 1
 # In float32; in float64; and in float64 with every value at the border of two integers rounded
@@ -50,6 +52,43 @@ SIDES = (
     (torch.float64, -BORDER),
     (torch.float64, BORDER),
 )
+
+
+class Borders:
+    """Widths of the borders of a computation, and its values there rounded the other way.
+
+    `BORDER` is the width where a value is as exact as the largest of its block. Where sums cancel,
+    or a block is small beside its position, the error in steps is larger. The first pass, in
+    float64, sets the integers. Passes in float32 follow them, so that only rounding in float32 is
+    measured, by block; further ones in float64 move each value by 8 times that.
+    """
+
+    def __init__(self) -> None:
+        self._sites: list[tuple[Tensor, Tensor]] = []  # value in steps, width by block
+        self._site = self._sign = 0
+
+    def again(self, side: SideT, sign: int = 0) -> SideT:
+        """Begins another pass on a side, which it returns."""
+        self._site, self._sign = 0, sign
+        return side
+
+    def begin(self) -> None:
+        """Goes on in the same pass."""
+
+    def __call__(self, x: Tensor, scale: Any, least: int, most: int) -> Tensor:
+        """Returns integers for the values of a site; see `arithmetic.Shift`."""
+        steps = x / scale
+        if self._site == len(self._sites):
+            self._sites.append((steps, torch.full_like(steps[..., :1], BORDER)))
+        exact, width = self._sites[self._site]
+        self._site += 1
+        if steps.dtype == exact.dtype:
+            found: Tensor = (steps + self._sign * width).round_()
+        else:
+            error = (steps - exact).abs_().amax(dim=-1, keepdim=True)
+            torch.maximum(width, Tolerance.factor * error, out=width)
+            found = exact.round().to(steps.dtype)
+        return found.clamp_(least, most)
 
 
 def integer_sides(

@@ -341,7 +341,13 @@ def misfit(model: Transformer, calibration: Calibration, texts: Sequence[Text]) 
         lost, least = (seen.error(each.scale, each.zero_point) for each in (stored, best))
         wider = stored.scale / best.scale
         if not (0.5 < wider < 1 or lost <= least * (WIDE if wider >= 1 else NARROW)):
-            return f"{name}: the range of inputs is {wider:.2g} times {NEED}"
+            if not 0.9 < wider < 1.1:
+                return f"{name}: the range of inputs is {wider:.2g} times {NEED}"
+            given, needed = (
+                " to ".join(f"{(end - each.zero_point) * each.scale:.2g}" for end in (0, 255))
+                for each in (stored, best)
+            )
+            return f"{name}: the range of inputs is {given}, not {needed}: {NEED}"
     return ""
 
 

@@ -157,7 +157,12 @@ class Explainer:
             for side in (self.oracle, self.reference, *self.others)
         )
         errors = [
-            RankErrors.of(one, [side[place] for side in rounded], self.tolerance.floor)
+            RankErrors.of(
+                one,
+                [side[place] for side in rounded],
+                self.tolerance.floor,
+                borders=bool(self.others),
+            )
             for place, one in enumerate(exact)
         ]
         if self.options.sample:
@@ -273,7 +278,9 @@ class RankErrors:
     borders: bool
 
     @classmethod
-    def of(cls, exact: Forced, sides: Sequence[Forced], floor: float) -> RankErrors:
+    def of(
+        cls, exact: Forced, sides: Sequence[Forced], floor: float, *, borders: bool
+    ) -> RankErrors:
         """Returns the errors of torch in float32, and of torch with other roundings if it rounds.
 
         `exact` are the oracle's scores of an answer, `sides` torch's; `floor` is the lower bound of
@@ -287,7 +294,7 @@ class RankErrors:
                 np.where(side.ranks == exact.ranks, 0.0, np.abs(side.ranks - exact.ranks))
                 for side in sides
             ]
-        return cls(np.max(errors, axis=0), floor * units, len(sides) > 1)
+        return cls(np.max(errors, axis=0), floor * units, borders)
 
     @property
     def rounding(self) -> float:

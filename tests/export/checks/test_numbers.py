@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from transferry.export.checks.numbers import (
     independence,
     positions,
 )
+from transferry.export.checks.texts import given_answers
 from transferry.export.oracle.cases import many_rows, random_case, sizes
 from transferry.export.oracle.oracle import SHAKES, SINGLE, Oracle
 from transferry.export.subject.layout import GraphFile, Layout
@@ -140,7 +142,7 @@ def test_a_lucky_rounding_of_torch_accuses_no_other_and_excuses_no_fault(oracle:
     def worst(found: Tensors) -> float:
         return max(one.error for one in compare(case, expected, found, oracle.tolerance))
 
-    found = max(lucky.shaken(case, SHAKES), key=worst)
+    found = max(lucky.shaken(partial(lucky.observe, case=case), SHAKES), key=worst)
     assert any(one.fault for one in compare(case, expected, found, oracle.tolerance))
     assert not any(one.fault for one in lucky.compared(case, found))
     wrong = {name: exact + 40 * (found[name] - exact) for name, exact in expected.oracle.items()}
@@ -159,9 +161,9 @@ class Rounding(PortableDecoder):
         return StepOutput(moved), state
 
 
-@pytest.mark.parametrize("check", ["positions", "batch sizes"])
+@pytest.mark.parametrize("check", ["positions", "batch sizes", "text"])
 @pytest.mark.parametrize("units", [30, 3000])
-def test_a_walk_and_batches_are_compared_with_several_roundings(
+def test_a_walk_batches_and_text_are_compared_with_several_roundings(
     check: str, units: int, oracle: Oracle, bundle: Bundle
 ) -> None:
     class Shaken(Oracle):
@@ -179,6 +181,9 @@ def test_a_walk_and_batches_are_compared_with_several_roundings(
     made = {
         "positions": lambda: positions(OpenedModel(model), shaken, 8),
         "batch sizes": lambda: batch_sizes(OpenedModel(model), shaken, many_rows(oracle.config, 6)),
+        "text": lambda: given_answers(
+            OpenedModel(model), shaken, lambda _: [([3, 4], [1, 5, 6])] * 2, 2
+        ),
     }
     found = prove([made[check]()]).comparisons
     assert {item.tensor for item in found if item.fault} == ({"logits"} if units > 30 else set())

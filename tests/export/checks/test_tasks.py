@@ -19,7 +19,7 @@ from transferry.export.checks.tasks import ServedTasks
 from transferry.export.checks.texts import compare_scores
 from transferry.export.faults import self_test
 from transferry.export.faults.variant_faults import batch_faults
-from transferry.export.oracle.oracle import Oracle
+from transferry.export.oracle.oracle import SHAKES, Oracle
 from transferry.export.oracle.results import RESULTS
 from transferry.export.oracle.served import Watched
 from transferry.export.torch_model import TorchDecoder
@@ -213,6 +213,30 @@ def test_a_wrong_score_fails(
     monkeypatch.setattr(fed, "score", spoiled)
     (fault,) = compared(texts)
     assert "exceeds the budget" in fault
+
+
+def test_scores_are_compared_with_several_roundings(
+    compared: Callable[..., list[str]], texts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, real = [], Oracle.runs
+
+    def lucky(oracle: Oracle, run: Any, shakes: int = 0) -> Any:
+        """torch whose error shows when it is shaken."""
+        asked.append(shakes)
+        exact, left, *others = real(oracle, run, shakes)
+        moved = [replace(each, ranks=each.ranks + 2e-4) for each in exact]
+        return [exact, left, *others, *[moved] * (shakes > 0)]
+
+    monkeypatch.setattr(Oracle, "runs", lucky)
+    assert compared(texts) == [""]
+    for error, passes in ((1e-3, True), (1e-2, False)):
+        spoiled = lambda *given, error=error, **options: [  # noqa: E731
+            replace(row, log_probabilities=tuple(each + error for each in row.log_probabilities))
+            for row in score(*given, **options)
+        ]
+        monkeypatch.setattr(fed, "score", spoiled)
+        assert [not fault for fault in compared(texts)] == [passes]
+    assert asked == [0, 0, SHAKES, 0, SHAKES]
 
 
 def test_a_row_that_is_not_scored_fails(

@@ -1,17 +1,21 @@
 """torch rounding as an int8 variant does is the measure of its graphs, not a wider tolerance."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
 from tests.export.conftest import opened
 from transferry.build_model.checkpoint import Checkpoint
+from transferry.export.arithmetic import round_to
 from transferry.export.checks.numbers import compare_cases
 from transferry.export.oracle.cases import single_tokens, sizes
 from transferry.export.oracle.oracle import Oracle
+from transferry.export.oracle.rounding import Borders
 from transferry.export.rewrite.calibration import CALIBRATION, Calibration
 from transferry.export.subject.bundle_copy import BundleCopy
 from transferry.runtime.bundle.bundle import Bundle
@@ -78,7 +82,8 @@ def test_torch_is_shaken_after_it_rounds(
     row = Precision.of(precision)
     oracle = Oracle.of(*given, precision=row, calibration=calibration_read)
     case = single_tokens(oracle.config)
-    plain, shaken = (observe(oracle.reference, case), *oracle.shaken(case, 1))
+    run = partial(oracle.observe, case=case)
+    plain, shaken = (run(oracle.reference), *oracle.shaken(run, 1))
     moved = np.abs(shaken["logits"] - plain["logits"])
     assert (moved > 0).mean() > 0.5
     assert np.median(moved) < 1e-5 * np.abs(plain["logits"]).max()
@@ -105,6 +110,18 @@ def test_other_sides_agree_only_where_nothing_lies_at_a_border(int8_oracle: Orac
     assert moved.any()
     # A sum may be further off in float32 than the border is wide, at few positions.
     assert crossed[~moved].mean() < 0.02
+
+
+def test_a_border_is_as_wide_as_float32_makes_it() -> None:
+    """By block: the first one is small beside what it is a sum of."""
+    exact, borders = torch.tensor([[[10.4995, 3.49], [10.4995, 3.49]]]).double(), Borders()
+    rounding = partial(round_to, scale=1.0, least=-127, most=127)
+    given = rounding(exact, shift=borders)
+    single = (exact + torch.tensor([[[0.0, 2e-4], [0.0, 0.0]]])).float()
+    assert rounding(single, shift=borders.again(borders)).equal(given.float())
+    low, high = (rounding(exact, shift=borders.again(borders, sign)) for sign in (-1, 1))
+    assert low.tolist() == given.tolist() == [[[10, 3], [10, 3]]]
+    assert high.tolist() == [[[11, 3], [10, 3]]]
 
 
 def times(factor: float) -> Any:

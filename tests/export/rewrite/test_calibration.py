@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -234,6 +235,8 @@ def test_ranges_that_do_not_fit_the_text_are_told(run: str, request: pytest.Fixt
 
     name = next(iter(found.activations))
     assert told(name) == misfit(model, found, []) == ""
+    moved = told(name, replace(found.activations[name], zero_point=0))
+    assert re.match(rf"{name}: the range of inputs is 0 to [\d.]+, not -[\d.]+ to ", moved)
     for name in [*found.activations][::7]:
         stored = found.activations[name]
         for factor in (4.0, 0.25):
