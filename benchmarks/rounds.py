@@ -15,24 +15,19 @@ Setting = TypeVar("Setting")
 
 
 def interleaved(
-    work: Mapping[Setting, Callable[[], object]],
-    rounds: int,
-    *,
-    quiet: bool = False,
-    cpu_time: bool = False,
+    work: Mapping[Setting, Callable[[], object]], rounds: int, *, quiet: bool = False
 ) -> dict[Setting, list[float]]:
     """Times each side once per round, every other round in reverse order; warmed up before.
 
     Returns:
         Seconds of each round, by side.
     """
-    clock = time.process_time if cpu_time else time.perf_counter
     times: dict[Setting, list[float]] = {name: [] for name in work}
     for number in range(rounds):
         for name in list(work)[:: -1 if number % 2 else 1]:
-            started = clock()
+            started = time.perf_counter()
             work[name]()
-            times[name].append(clock() - started)
+            times[name].append(time.perf_counter() - started)
         if not quiet:
             now = ", ".join(f"{name} {values[-1]:.2f} s" for name, values in times.items())
             print(f"round {number + 1}: {now}", flush=True)
