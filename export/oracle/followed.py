@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from transferry.export.oracle.oracle import SHAKES, Oracle
 from transferry.export.torch_model import moved_heads
+from transferry.export.trace.editing import KERNELS
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.specs import GraphSpec
 from transferry.runtime.decoding.batching import UNIT, blocks, widened
@@ -50,6 +52,8 @@ from transferry.runtime.proof.compare import (
 from transferry.runtime.proof.units import LEAST, SHARED
 
 QUANTISERS = ("QuantizeLinear", "DynamicQuantizeLinear")
+# Kernels with products, of the package transferry-kernels.
+PRODUCTS = ("Linear", "LinearNorm", "FeedForward", "LinearToHeads")
 SAMPLED = 64  # positions that tell which of a graph's values a product reads
 # The worst error so far, torch's own and the budget, in steps; where.
 NOTHING = (0.0, 0.0, 1.0, "")
@@ -57,6 +61,25 @@ NOTHING = (0.0, 0.0, 1.0, "")
 Arrays = dict[str, NDArray[Any]]
 # Shape of a batch, and its blocks of rows with their columns.
 Cut = tuple[tuple[int, ...], list[tuple[slice, int]]]
+
+
+def _rounded(node: onnx.NodeProto) -> Iterator[tuple[str, str]]:
+    """Yields the names of integers that a node rounds to and of their unrounded values.
+
+    A kernel computes them where a graph names outputs for them after its own one.
+    """
+    if node.op_type in QUANTISERS:
+        yield node.output[0], node.input[0]
+    if node.domain != KERNELS or node.op_type not in PRODUCTS:
+        return
+    integers, hidden, inner = (
+        f"{node.output[0]}.{name}" for name in ("integers", "hidden", "inner")
+    )
+    node.output.append(integers)
+    yield integers, node.input[0]
+    if node.op_type == "FeedForward":
+        node.output.extend((hidden, inner))
+        yield inner, hidden
 
 
 class _ShownRunner(GraphRunner):
@@ -67,9 +90,8 @@ class _ShownRunner(GraphRunner):
         content, files = watched_graph(bundle, graph)
         model = onnx.load_model_from_string(content)
         given = {value.name for value in model.graph.output}
-        nodes = [node for node in model.graph.node if node.op_type in QUANTISERS]
         # Unrounded values, by the names of their integers.
-        self.rounded = {node.output[0]: node.input[0] for node in nodes}
+        self.rounded = dict(chain.from_iterable(map(_rounded, model.graph.node)))
         names = dict.fromkeys([*self.rounded, *self.rounded.values()])
         self.shown = [name for name in names if name not in given]
         model.graph.output.extend(map(helper.make_empty_tensor_value_info, self.shown))

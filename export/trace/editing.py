@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from transferry.runtime.bundle.specs import TensorSpec
 
 CONTRIB = "com.microsoft"  # domain of onnxruntime's own operators
+KERNELS = "transferry.kernels"  # of the package transferry-kernels
 END = 1 << 40  # behind the last column
 
 
