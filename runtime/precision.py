@@ -8,7 +8,7 @@ names, and torch's side of the rounding in `export/oracle/rounding.py`.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from transferry.runtime.errors import InputError
 
@@ -63,6 +63,7 @@ class Precision:
         foreign: Largest error of another tool's graph, in units of an entry. Only its
             writer knows the integers it rounds to, so torch cannot round likewise. None: as for a
             bundle. docs/audit.md has the measurement.
+        kernels: Whether graphs use operators of the package transferry-kernels.
     """
 
     name: str
@@ -75,6 +76,7 @@ class Precision:
     calibrated: bool = False
     block_bits: int = 0
     foreign: float | None = None
+    kernels: bool = False
 
     @classmethod
     def of(cls, name: str) -> Precision:
@@ -116,6 +118,7 @@ INT8 = Precision(
     calibrated=True,
     foreign=2.0**-3,
 )
+INT8_KERNELS = replace(INT8, name="int8-kernels", slowness=-1, foreign=None, kernels=True)
 INT8_BLOCKS = Precision(
     "int8-blocks", EIGHT_BITS, most=2.0, slowness=2, integers=True, block_bits=8
 )
@@ -130,6 +133,5 @@ INT4 = Precision(
     foreign=3 * 2.0**-3,
 )
 # By name, from the finest to the coarsest.
-PRECISIONS = {
-    each.name: each for each in (FLOAT32, WEIGHT_ONLY, FLOAT16, BFLOAT16, INT8_BLOCKS, INT8, INT4)
-}
+_ALL = (FLOAT32, WEIGHT_ONLY, FLOAT16, BFLOAT16, INT8_BLOCKS, INT8, INT8_KERNELS, INT4)
+PRECISIONS = {each.name: each for each in _ALL}

@@ -10,9 +10,9 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from transferry.runtime.bundle.specs import TensorSpec
+from transferry.runtime.ort.session import KERNELS as KERNELS
 
 CONTRIB = "com.microsoft"  # domain of onnxruntime's own operators
-KERNELS = "transferry.kernels"  # of the package transferry-kernels
 END = 1 << 40  # behind the last column
 
 

@@ -20,7 +20,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as native
 
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.manifest import REMEDY
-from transferry.runtime.bundle.specs import STANDARD, GraphSpec, Role, Variant
+from transferry.runtime.bundle.specs import GraphSpec, Role, Variant
 from transferry.runtime.errors import (
     AllocationError,
     InputError,
@@ -37,9 +37,11 @@ from transferry.runtime.ort.session import (
     assigned_nodes,
     is_device_fault,
     is_shortage,
+    kernels,
     open_session,
     tf32,
 )
+from transferry.runtime.precision import Precision
 
 BFLOAT16 = 16  # TensorProto.DataType of onnx
 # numpy's names of onnxruntime's types.
@@ -450,13 +452,11 @@ def runtime_of(options: SessionOptions) -> GraphRuntime:
     return RUNTIMES[options.runtime]
 
 
-def runs(options: SessionOptions, variant: Variant) -> bool:
-    """Whether a session has the operators of a variant, and lets it write its cache in place.
-
-    TensorRT does not promise that an output may lie where an input lies.
-    """
-    alone = runtime_of(options).standard_alone or options.provider == "tensorrt"
-    return variant.name in STANDARD or not alone
+def versions(options: SessionOptions, variant: Variant) -> dict[str, str]:
+    """Returns the versions of the packages that compute a variant's graphs."""
+    own = {"transferry-kernels": kernels().version}
+    needed = Precision.of(variant.precision).kernels
+    return {options.runtime: runtime_of(options).version(), **(own if needed else {})}
 
 
 def describe(
@@ -475,6 +475,6 @@ def describe(
         **({"tensorrt": tensorrt_version()} if options.provider == "tensorrt" else {}),
         "cpu": cpu_name(),
         "instruction_sets": list(instruction_sets()),
-        options.runtime: runtime_of(options).version(),
+        **versions(options, variant),
         "nodes": [f"{name} {count}" for name, count in sorted(nodes.items())],
     }

@@ -8,12 +8,13 @@ from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.specs import STANDARD, Variant
 from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.decoding.decoder import ObservableDecoder
-from transferry.runtime.errors import UsageError
+from transferry.runtime.errors import ProviderError, TransferryError, UsageError
 from transferry.runtime.ort.encoder import EncoderModel
 from transferry.runtime.ort.fused_decoder import FusedDecoder, RecurrentDecoder
-from transferry.runtime.ort.graph_runner import runs
+from transferry.runtime.ort.graph_runner import runtime_of
 from transferry.runtime.ort.portable_decoder import PortableDecoder
-from transferry.runtime.ort.session import SessionOptions
+from transferry.runtime.ort.session import SessionOptions, kernels
+from transferry.runtime.precision import Precision
 
 
 class ServedDecoder(ObservableDecoder[Any], Protocol):
@@ -40,18 +41,40 @@ def open_model(bundle: Bundle, variant: Variant, options: SessionOptions) -> Ser
     """Opens the graphs of a variant.
 
     Raises:
-        ProviderError: The requested provider cannot run here.
+        ProviderError: The requested provider or a package cannot run here.
         InputError: A graph cannot be opened.
-        UsageError: The runtime cannot run such a variant.
+        UsageError: The session cannot run such a variant.
     """
-    if not runs(options, variant):
-        tensorrt = options.provider == "tensorrt"
-        who = "provider tensorrt" if tensorrt else f"runtime {options.runtime}"
-        raise UsageError(
-            f"{who} runs variants of standard operators alone, not "
-            f"{variant.name}; choose --variant {' or '.join(STANDARD)}"
-        )
+    if error := refusal(options, variant):
+        raise error
     return model_class(variant)(bundle, variant, options)
+
+
+def refusal(options: SessionOptions, variant: Variant) -> TransferryError | None:
+    """Returns the error of a session that cannot run a variant; None if it can.
+
+    TensorRT does not promise that an output may lie where an input lies.
+    """
+    tensorrt, name = options.provider == "tensorrt", variant.name
+    if name not in STANDARD and (tensorrt or runtime_of(options).standard_alone):
+        who = "provider tensorrt" if tensorrt else f"runtime {options.runtime}"
+        return UsageError(
+            f"{who} runs variants of standard operators alone, not "
+            f"{name}; choose --variant {' or '.join(STANDARD)}"
+        )
+    if not Precision.of(variant.precision).kernels:
+        return None
+    if options.provider != "cpu" or options.optimisation == "disable":
+        return UsageError(
+            f"variant {name} needs provider cpu, with optimisation basic or more, found provider "
+            f"{options.provider}, optimisation {options.optimisation}; choose another variant"
+        )
+    package = kernels()
+    if not package.remedy:
+        return None
+    return ProviderError(
+        f"variant {name} needs transferry-kernels, which {package.found}. {package.remedy}"
+    )
 
 
 def model_class(

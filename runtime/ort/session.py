@@ -6,6 +6,7 @@ missing part and its remedy.
 """
 
 import functools
+import importlib
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 from onnxruntime.capi import onnxruntime_pybind11_state as native
 
 from transferry.runtime.errors import AllocationError, InputError, ProviderError, UsageError
+from transferry.runtime.io.whole import sha256
 from transferry.runtime.ort.cuda import cuda_obstacle, cuda_stream, tensorrt_obstacle
 from transferry.runtime.settings import check_value, field_types
 
@@ -62,6 +64,10 @@ _DEVICE_FAULTS = (
 # kernels of our graphs run without it, since onnxruntime 1.28.
 _NOT_ON_CUDA = ["BiasSoftmaxFusion"]
 _LOG_FATAL_ONLY = 4  # errors are raised, with the same words
+KERNELS = "transferry.kernels"  # domain of the operators of the package transferry-kernels
+# Beginning of the domain's entry in a graph's opset_import (onnx.proto): field 1 is its name, field
+# 2 the version, a number below 128. Other messages have the domain in other fields.
+_OPSET = b"\n%c%s\x10" % (len(KERNELS), KERNELS.encode())
 
 
 @dataclass(frozen=True)
@@ -139,6 +145,44 @@ class SessionOptions:
                 )
 
 
+@dataclass(frozen=True)
+class Kernels:
+    """The package transferry-kernels, whose operators some graphs use.
+
+    Attributes:
+        found: Its version and instruction set, or why it cannot run here.
+        remedy: How to fix that; "" if it can run.
+        library: File of the operators, which every session registers: once loaded, 1 microsecond.
+        version: The package's version and the library's sha256: both decide the numbers.
+        operators: Version of the operators.
+    """
+
+    found: str
+    remedy: str = ""
+    library: str = ""
+    version: str = ""
+    operators: int = 0
+
+
+@functools.cache
+def kernels() -> Kernels:
+    """Returns the package, ready to run or with what is wrong: other graphs do without it."""
+    try:
+        package = importlib.import_module("transferry_kernels")
+        version, library = package.__version__, Path(package.LIBRARY)
+        if obstacle := package.obstacle():
+            return Kernels(f"cannot run here: {obstacle}", "Choose variant cpu-int8")
+        onnxruntime.SessionOptions().register_custom_ops_library(str(library))
+        found, told = f"{version}, {package.instruction_set()}", f"sha256 {sha256(library)}"
+        return Kernels(found, "", str(library), f"{version}, {told}", package.OPERATORS)
+    except ModuleNotFoundError:
+        how = "`pip install ./kernels` in a checkout of transferry, or its wheel"
+        return Kernels("is not installed", f"Install it ({how}), or choose variant cpu-int8")
+    except (ImportError, OSError, AttributeError, *ONNXRUNTIME_ERRORS) as error:
+        remedy = "Install it again, or choose variant cpu-int8"
+        return Kernels(f"cannot be loaded: {_reason(error)}", remedy)
+
+
 def open_session(
     model: Path,
     options: SessionOptions,
@@ -167,6 +211,7 @@ def open_session(
             f"expected an ONNX graph at {model}, found no file. Export the bundle again."
         )
     _require_libraries(options)
+    _require_operators(model, graph or b"")
     try:
         session = _create(model, options, graph, files)
     except native.NotImplemented as error:
@@ -260,6 +305,20 @@ def _require_libraries(options: SessionOptions) -> None:
         )
 
 
+def _require_operators(model: Path, graph: bytes) -> None:
+    """Raises ProviderError for later operators than transferry-kernels has.
+
+    onnxruntime would run operators of an earlier version in their place.
+    """
+    _, _, rest = graph.partition(_OPSET)
+    if rest and rest[0] > kernels().operators:
+        raise ProviderError(
+            f"{model} needs version {rest[0]} of the operators of transferry-kernels, but found "
+            f"version {kernels().operators} (transferry-kernels {kernels().found}); install "
+            "the version that the bundle was exported with"
+        )
+
+
 def _create(
     model: Path, options: SessionOptions, graph: bytes | None, files: Mapping[str, Path]
 ) -> onnxruntime.InferenceSession:
@@ -276,6 +335,8 @@ def _create(
     # graph has pairs of QuantizeLinear and DequantizeLinear that onnxruntime could make one.
     settings.add_session_config_entry("session.disable_quant_qdq", "1")
     settings.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+    if library := kernels().library:
+        settings.register_custom_ops_library(library)
     _share_arena()
     settings.add_session_config_entry("session.use_env_allocators", "1")
     if options.profile is not None:

@@ -23,6 +23,7 @@ LIMITS = {
     "bfloat16": (8 * 2.0**16, 2.0, math.inf, 2.0**-4),
     "int8-blocks": (8, 2.0, 2.0**-4, 2.0**-20),
     "int8": (8, 2.0, 2.0**-4, 2.0**-3),
+    "int8-kernels": (8, 2.0, 2.0**-4, 2.0**-20),
     "int4": (8, 2.0, 2.0**-4, 3 * 2.0**-3),
 }
 BUDGETS = {
@@ -32,6 +33,7 @@ BUDGETS = {
     "bfloat16": (0.01, 0.3, 0.01, 1.0, 0.002, 0.05, 0.002, 0.02, 0.003),
     "int8-blocks": (0.02, 0.3, 0.02, 2.0, 0.005, 0.07, 0.005, 0.05, 0.005),
     "int8": (0.02, 0.3, 0.02, 2.0, 0.005, 0.07, 0.005, 0.05, 0.005),
+    "int8-kernels": (0.02, 0.3, 0.02, 2.0, 0.005, 0.07, 0.005, 0.05, 0.005),
     "int4": (0.05, 1.0, 0.05, 3.0, 0.02, 0.15, 0.02, 0.1, 0.01),
 }
 
@@ -44,10 +46,11 @@ def test_every_precision_has_its_limits() -> None:
         assert astuple(PRECISIONS[name].task) == BUDGETS[name]
 
 
-def test_blocks_and_float32_are_slower_than_other_rounding() -> None:
+def test_kernels_are_fastest_blocks_and_float32_slower_than_other_rounding() -> None:
     ordered = sorted(PRECISIONS.values(), key=lambda row: row.slowness)
     names = ["int4", "int8-blocks", "float32", "int8-weights"]
     assert [row.name for row in ordered[-4:]] == names
+    assert ordered[0].name == "int8-kernels"
 
 
 def test_the_manifest_knows_the_table_and_no_other_name() -> None:

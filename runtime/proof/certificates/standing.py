@@ -9,7 +9,8 @@ from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.specs import Variant
 from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.errors import ParityError
-from transferry.runtime.ort.graph_runner import runs, runtime_of
+from transferry.runtime.ort.graph_runner import versions
+from transferry.runtime.ort.open_model import refusal
 from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.precision import Precision
 from transferry.runtime.proof.certificates.certificate import (
@@ -32,7 +33,7 @@ class Standing:
 
     Attributes:
         status: "verified": this cell, these bytes. "elsewhere": the same but for the hardware, the
-            threads or version of onnxruntime, transferry or numpy. "none": neither.
+            threads or the version of a package. "none": neither.
         certificate: The certificate that applies, if any.
         reason: Why the status is not "verified"; empty if it is.
     """
@@ -68,7 +69,7 @@ def standing(
     """
     cell = Cell.of(variant, options)
     # Search, cache and screening are transferry's and numpy's.
-    here = {options.runtime: runtime_of(options).version(), **own_versions()}
+    here = {**versions(options, variant), **own_versions()}
     reasons = []
     found: list[Standing] = []
     for name, certificate in read_certificates(bundle, cell, trusted):
@@ -152,8 +153,11 @@ def fastest(bundle: Bundle, options: SessionOptions, trusted: Trust | None = Non
     Raises:
         InputError: A certificate cannot be read.
     """
-    named = bundle.manifest.variants.values()
-    variants = [each for each in named if options.device in each.providers and runs(options, each)]
+    variants = [
+        each
+        for each in bundle.manifest.variants.values()
+        if options.device in each.providers and refusal(options, each) is None
+    ]
     # A variant for this device alone is faster than one for several.
     variants.sort(
         key=lambda v: (Precision.of(v.precision).slowness, len(v.providers), not v.in_place)

@@ -34,6 +34,8 @@ from transferry.runtime.proof.certificates.signature import PrivateKey, Trust
 from transferry.runtime.proof.certificates.strength import STRENGTHS, Strength
 from transferry.runtime.proof.report import ParityReport
 
+_VERSIONS = (*RUNTIMES, "transferry-kernels", "torch", "onnx")  # settings of a report
+
 
 def read_certificates(
     bundle: Bundle, own: Cell | None = None, trusted: Trust | None = None
@@ -256,5 +258,5 @@ def _versions(report: ParityReport) -> dict[str, str]:
     return {
         **own_versions(),
         "onnxruntime": RUNTIMES["onnxruntime"].version(),
-        **{name: str(settings[name]) for name in (*RUNTIMES, "torch", "onnx") if name in settings},
+        **{name: str(settings[name]) for name in _VERSIONS if name in settings},
     }

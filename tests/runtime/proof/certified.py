@@ -22,7 +22,7 @@ from transferry.runtime.proof.recorded import verify_recorded
 from transferry.runtime.proof.report import Claim, ParityReport
 
 DATE = "2026-11-21"
-PRECISIONS = {"fp32": "float32", "int8": "int8", "fp16": "float16"}
+PRECISIONS = {"fp32": "float32", "fp16": "float16"}
 
 
 def a_report(
@@ -100,11 +100,11 @@ def with_variants(folder: Path, *names: str) -> Bundle:
     in_place = dict.fromkeys(IN_PLACE["encoder-decoder"], portable.graphs["select"])
     variants = {"portable": portable}
     for name in names:
-        provider, precision = name.split("-")
+        provider, precision = name.split("-", 1)
         variants[name] = dataclasses.replace(
             portable,
             name=name,
-            precision=PRECISIONS[precision],
+            precision=PRECISIONS.get(precision, precision),
             providers=(provider,),
             graphs={**portable.graphs, **in_place},
             cache=CacheSpec(in_place=True, type="float32"),
