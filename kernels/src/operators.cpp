@@ -1,0 +1,390 @@
+// The operators over the kernels. `inputs` and `outputs` have a letter per tensor: f float32,
+// u uint8, s int8, i int64, b bool; a capital is optional.
+#include "operators.h"
+
+#include <cstring>
+#include <memory>
+
+#include "node.h"
+
+namespace {
+// A linear layer from six inputs: scale and zero of x, weights [outputs, inputs], scale and scales
+// of the products, bias.
+#define LINEAR "fusffF"
+struct Packed : Weights {
+  // The largest sum, 255 * 128 * inputs, stays within 32 bits.
+  static constexpr int64_t MOST_INPUTS = 65536;
+
+  std::unique_ptr<int8_t, decltype(&free)> memory{nullptr, free};
+  std::vector<int32_t> starts;
+  std::vector<float> all_scales, all_bias;
+
+  Packed(const Node& node, size_t first) {
+    const Shape sizes = node.shape(first + 2);
+    sizes.expect(node.name(first + 2), {ANY, ANY});
+    outputs = sizes[0];
+    inputs = checked(sizes[1], "the inputs of " + node.name(first + 2), MOST_INPUTS);
+    input_scale = *node.constant<float>(first, {});
+    if (!(input_scale > 0 && std::isfinite(input_scale))) {
+      refuse("expected a positive scale " + node.name(first) + ", found " +
+             std::to_string(input_scale));
+    }
+    input_zero = *node.constant<uint8_t>(first + 1, {});
+    const size_t padded = (size_t(outputs) + 63) / 64 * 64;
+    pack(node.constant<int8_t>(first + 2, {outputs, inputs}), padded);
+    const float factor = *node.constant<float>(first + 3, {});
+    const float* each = node.constant<float>(first + 4, {outputs});
+    all_scales.resize(padded);
+    for (int n = 0; n < outputs; ++n) all_scales[n] = factor * each[n];
+    all_bias.assign(padded, -0.f);  // x + -0 has all of x's bits
+    if (!node.name(first + 5).empty()) {
+      const float* given = node.constant<float>(first + 5, {outputs});
+      std::copy(given, given + outputs, all_bias.begin());
+    }
+    scales = all_scales.data();
+    bias = all_bias.data();
+  }
+
+ private:
+  void pack(const int8_t* w, size_t padded) {
+    const size_t size = padded * inputs;
+    memory.reset(static_cast<int8_t*>(aligned_alloc(64, size)));
+    if (size && !memory) throw std::bad_alloc();
+    memset(memory.get(), 0, size);
+    starts.resize(padded);
+    for (int n = 0; n < outputs; ++n, w += inputs) {
+      for (int i = 0; i < inputs; ++i) {
+        require(i % 2 || abs(w[i] + w[i + 1]) <= 128,
+                "expected neighbouring weights whose sum is -128 to 128, so that AVX2 does not "
+                "saturate, found others; export the bundle again");
+        starts[n] -= input_zero * w[i];
+        memory.get()[size_t(n / 64 * 64) * inputs + i / 4 * 256 + n % 64 * 4 + i % 4] = w[i];
+      }
+    }
+    packed = memory.get();
+    start = starts.data();
+  }
+};
+
+// The quantised inputs of a layer: in an output where the graph has one for them.
+class Quantized {
+ public:
+  Quantized(const Context& c, const Weights& w, int rows, size_t output)
+      : shown_(c.out<uint8_t>(output, {rows, w.inputs})),
+        room_(shown_ ? 0 : size_t(rows) * w.inputs) {}
+  Quantized(const Context& c, const Weights& w, int rows, size_t output, const float* x)
+      : Quantized(c, w, rows, output) {
+    kernels().quantize(x, int64_t(rows) * w.inputs, w.input_scale, w.input_zero, data());
+  }
+  uint8_t* data() const { return shown_ ? shown_ : room_.as<uint8_t>(); }
+
+ private:
+  uint8_t* shown_;
+  Scratch room_;
+};
+
+void multiply(const Weights& w, const Quantized& x, int rows, float* y) {
+  kernels().linear(w, x.data(), rows, {0, w.outputs}, y);
+}
+
+struct Linear {  // x, weights
+  static constexpr const char *name = "Linear", *inputs = "f" LINEAR, *outputs = "fU";
+  Packed weights;
+
+  explicit Linear(const Node& node) : weights(node, 1) {}
+  void run(const Context& c) const {
+    const int rows = c.rows(0, "x", weights.inputs);
+    const Quantized x(c, weights, rows, 1, c.in<float>(0));
+    multiply(weights, x, rows, c.out<float>(0, {rows, weights.outputs}));
+  }
+};
+
+struct LinearNorm {  // x, weights, residual, gamma, beta
+  static constexpr const char *name = "LinearNorm", *inputs = "f" LINEAR "fff", *outputs = "fU";
+  Packed weights;
+  Norm norm;
+
+  explicit LinearNorm(const Node& node) : weights(node, 1), norm(node.norm(8, weights.outputs)) {}
+  void run(const Context& c) const {
+    const int rows = c.rows(0, "x", weights.inputs), width = weights.outputs;
+    const float* residual = c.in<float>(7, "the residual", {rows, width});
+    const Quantized x(c, weights, rows, 1, c.in<float>(0));
+    float* y = c.out<float>(0, {rows, width});
+    multiply(weights, x, rows, y);
+    kernels().add_norm(y, residual, rows, width, norm);
+  }
+};
+
+struct FeedForward {  // x, which is the residual, inner weights, outer weights, gamma, beta
+  static constexpr const char *name = "FeedForward", *inputs = "f" LINEAR LINEAR "ff",
+                              *outputs = "fUFU";
+  Packed inner, outer;
+  Norm norm;
+
+  explicit FeedForward(const Node& node)
+      : inner(node, 1), outer(node, 7), norm(node.norm(13, outer.outputs)) {
+    require(inner.outputs == outer.inputs && outer.outputs == inner.inputs,
+            "expected an inner layer that widens and an outer one that narrows to the same width");
+  }
+  void run(const Context& c) const {
+    const int rows = c.rows(0, "x", inner.inputs), width = outer.outputs;
+    const float* residual = c.in<float>(0);
+    const Quantized x(c, inner, rows, 1, residual), hidden(c, outer, rows, 3);
+    float* product = c.out<float>(2, {rows, outer.inputs});
+    kernels().linear_quantized(inner, x.data(), rows, {0, inner.outputs}, outer, hidden.data(),
+                               product);
+    float* y = c.out<float>(0, {rows, width});
+    multiply(outer, hidden, rows, y);
+    kernels().add_norm(y, residual, rows, width, norm);
+  }
+};
+
+struct LinearToHeads {  // x, weights, source ids for their shape
+  static constexpr const char *name = "LinearToHeads", *inputs = "f" LINEAR "i", *outputs = "sUF";
+  Packed weights;
+  int width;
+
+  explicit LinearToHeads(const Node& node) : weights(node, 1), width(node.head_width()) {
+    require(weights.outputs % width == 0, "expected outputs that are heads of the width");
+  }
+  void run(const Context& c) const {
+    const Shape source = c.shape(7);
+    source.expect("the source", {ANY, ANY});
+    const int64_t length = source[1], d = weights.outputs, heads = d / width;
+    const int rows = c.rows(0, "x", weights.inputs);
+    require(rows == source[0] * length, "expected a row of x for each token of the source");
+    const Quantized x(c, weights, rows, 1, c.in<float>(0));
+    float* shown = c.out<float>(2, {rows, d});
+    const Scratch room(shown ? 0 : rows * d * sizeof(float));
+    const float* product = shown ? shown : room.as<float>();
+    multiply(weights, x, rows, const_cast<float*>(product));
+    int8_t* y = c.out<int8_t>(0, {source[0], heads, length, width});
+    for (int64_t row = 0; row < rows; ++row) {
+      int8_t* first = y + (row / length * heads * length + row % length) * width;
+      for (int64_t head = 0; head < heads; ++head, product += width) {
+        kernels().round_to_int8(product, width, first + head * length * width);
+      }
+    }
+  }
+};
+
+// Sizes of the keys of attention, [slots, heads, columns, width], and their data.
+struct Cache {
+  int64_t slots, heads, columns, width;
+
+  // Of inputs 1 and 2.
+  Cache(const Context& c, int width) : width(width) {
+    const Shape shape = c.shape(1);
+    shape.expect("the keys", {ANY, ANY, ANY, width});
+    slots = shape[0], heads = shape[1], columns = shape[2];
+    c.shape(2).expect("the values", {slots, heads, columns, width});
+  }
+  int64_t d() const { return heads * width; }
+  int64_t at(int64_t slot, int64_t head) const { return (slot * heads + head) * columns * width; }
+  // An output that starts as the input of the same number. The engine binds both to one buffer.
+  int8_t* updated(const Context& c, size_t i) const {
+    int8_t* y = c.out<int8_t>(i, {slots, heads, columns, width});
+    const int8_t* x = c.in<int8_t>(i);
+    if (x != y) memcpy(y, x, slots * heads * columns * width);
+    return y;
+  }
+};
+
+// Writes keys and values of new tokens into the cache and attends. A single token attends to all
+// columns up to its position; otherwise `bias` masks columns.
+struct SelfAttention {  // queries, keys and values, past keys, past values, positions, cells, ...
+  static constexpr const char *name = "SelfAttention", *inputs = "fssiifb", *outputs = "fss";
+  int width;
+
+  explicit SelfAttention(const Node& node) : width(node.head_width()) {}
+  void run(const Context& c) const {
+    const Cache cache(c, width);
+    const Shape given = c.shape(3);
+    given.expect("the positions", {cache.slots, ANY});
+    const int64_t rows = given[1], d = cache.d();
+    const float* x = c.in<float>(0, "x", {cache.slots * rows, 3 * d});
+    const bool single = *c.in<uint8_t>(6, "single", {});
+    require(!single || rows == 1, "expected one token in each slot where `single` is true");
+    if (!single) {
+      c.shape(4).expect("the cells", {cache.slots, rows, cache.heads, 3});
+      c.shape(5).expect("the bias", {cache.slots, 1, rows, cache.columns});
+    }
+    const int64_t *positions = c.in<int64_t>(3), *cells = c.in<int64_t>(4);
+    const float* bias = c.in<float>(5);
+    int8_t *keys = cache.updated(c, 1), *values = cache.updated(c, 2);
+    float* out = c.out<float>(0, {cache.slots * rows, d});
+    for (int64_t slot = 0; slot < cache.slots; ++slot) {
+      for (int64_t head = 0; head < cache.heads; ++head) {
+        const int64_t at = cache.at(slot, head), first = slot * rows;
+        for (int64_t row = first; row < first + rows; ++row) {
+          const int64_t* cell = cells + (row * cache.heads + head) * 3;
+          require(single || (cell[0] == slot && cell[1] == head),
+                  "expected cells in the order of slots and heads");
+          const int64_t column = checked_column(single ? positions[row] : cell[2], cache);
+          const float* key = x + row * 3 * d + d + head * width;
+          kernels().round_to_int8(key, width, keys + at + column * width);
+          kernels().round_to_int8(key + d, width, values + at + column * width);
+        }
+        kernels().attention({x + first * 3 * d + head * width, int(rows), 3 * d, keys + at,
+                             values + at, int(single ? positions[slot] + 1 : cache.columns), width,
+                             single ? nullptr : bias + first * cache.columns, int(cache.columns),
+                             out + first * d + head * width, d});
+      }
+    }
+  }
+  static int64_t checked_column(int64_t column, const Cache& cache) {
+    if (0 <= column && column < cache.columns) return column;
+    refuse("expected columns below " + std::to_string(cache.columns) + ", found " +
+           std::to_string(column));
+  }
+};
+
+struct CrossAttention {  // queries, keys, values, bias of source columns
+  static constexpr const char *name = "CrossAttention", *inputs = "fssf", *outputs = "fss";
+  int width;
+
+  explicit CrossAttention(const Node& node) : width(node.head_width()) {}
+  void run(const Context& c) const {
+    const Cache cache(c, width);
+    const int64_t slots = cache.slots, length = cache.columns, d = cache.d();
+    const int64_t all = c.rows(0, "x", d), rows = slots ? all / slots : 0;
+    require(all == slots * rows, "expected x with as many rows for each slot of the keys");
+    require(length || !slots, "expected keys of one source token or more");
+    const float* x = c.in<float>(0);
+    const float* all_bias = c.in<float>(3, "the source's bias", {slots, 1, 1, length});
+    const int8_t *keys = cache.updated(c, 1), *values = cache.updated(c, 2);
+    float* out = c.out<float>(0, {all, d});
+    for (int64_t slot = 0; slot < slots; ++slot) {
+      const float* bias = all_bias + slot * length;
+      int64_t columns = length;  // without the padding at the end
+      while (columns > 1 && bias[columns - 1] == -INFINITY) --columns;
+      for (int64_t head = 0; head < cache.heads; ++head) {
+        const int64_t at = cache.at(slot, head), first = slot * rows * d + head * width;
+        kernels().attention({x + first, int(rows), d, keys + at, values + at, int(columns), width,
+                             bias, 0, out + first, d});
+      }
+    }
+  }
+};
+
+struct EncoderSelfAttention {  // queries, keys, values [rows, d], mask of the source
+  static constexpr const char *name = "EncoderAttention", *inputs = "fffb", *outputs = "f";
+  int width;
+
+  explicit EncoderSelfAttention(const Node& node) : width(node.head_width()) {}
+  void run(const Context& c) const {
+    const Shape source = c.shape(3);
+    source.expect("the source's mask", {ANY, ANY});
+    const int64_t batch = source[0], length = source[1], rows = batch * length;
+    const Shape given = c.shape(0);
+    given.expect("the queries", {rows, ANY});
+    const int64_t d = given[1];
+    require(d % width == 0, "expected queries that are heads of the width");
+    const float* query = c.in<float>(0);
+    const float* key = c.in<float>(1, "the keys", {rows, d});
+    const float* value = c.in<float>(2, "the values", {rows, d});
+    const uint8_t* mask = c.in<uint8_t>(3);
+    float* out = c.out<float>(0, {rows, d});
+    for (int64_t row = 0; row < rows; row += length) {
+      for (int64_t at = row * d; at < (row + 1) * d; at += width) {
+        kernels().encoder_attention({query + at, key + at, value + at, mask + row, int(length),
+                                     width, d, out + at});
+      }
+    }
+  }
+};
+
+struct Embed {  // ids, positions, table, scales, factor, positions' table
+  static constexpr const char *name = "Embed", *inputs = "iisfff", *outputs = "f";
+  Embedding embedding;
+  int64_t tokens, places;
+  bool counted;  // positions are 0, 1, 2, ... in each row, not the input's
+
+  explicit Embed(const Node& node) : counted(node.integer("counted")) {
+    const Shape table = node.shape(2), of_places = node.shape(5);
+    tokens = table[0], places = of_places[0];
+    const int width = checked(table[1], "the width of " + node.name(2), INT32_MAX);
+    embedding = {node.constant<int8_t>(2, {tokens, width}), node.constant<float>(3, {tokens, 1}),
+                 *node.constant<float>(4, {}), node.constant<float>(5, {places, width}), width};
+  }
+  void run(const Context& c) const {
+    const Shape sizes = c.shape(0);
+    sizes.expect("the ids", {ANY, ANY});
+    const int64_t length = sizes[1], rows = sizes[0] * length;
+    const int64_t *ids = c.in<int64_t>(0), *positions = c.in<int64_t>(1);
+    std::vector<int64_t> count(counted ? rows : 0);
+    for (size_t row = 0; row < count.size(); ++row) count[row] = row % length;
+    if (counted) {
+      positions = count.data();
+    } else {
+      c.shape(1).expect("the positions", {sizes[0], length});
+    }
+    for (int64_t row = 0; row < rows; ++row) {
+      expect_below(ids[row], tokens, "tokens");
+      expect_below(positions[row], places, "positions");
+    }
+    kernels().embed(embedding, ids, positions, rows, c.out<float>(0, {rows, embedding.width}));
+  }
+  static void expect_below(int64_t value, int64_t end, const char* name) {
+    if (0 <= value && value < end) return;
+    refuse(std::string("expected ") + name + " below " + std::to_string(end) + ", found " +
+           std::to_string(value));
+  }
+};
+
+ort::Type type(char letter) {
+  switch (letter) {
+    case 'u':
+    case 'U': return ort::UINT8;
+    case 's': return ort::INT8;
+    case 'i': return ort::INT64;
+    case 'b': return ort::BOOL;
+    default: return ort::FLOAT;
+  }
+}
+int is_optional(char letter) { return letter < 'a'; }
+
+// No exception may cross the C ABI.
+template <class Operator, class Function>
+ort::Status* guarded(Function function) {
+  try {
+    function();
+    return nullptr;
+  } catch (const std::exception& error) {
+    return ort::failure(std::string("transferry.kernels ") + Operator::name + ": " + error.what());
+  }
+}
+
+template <class Operator>
+ort::CustomOp described() {
+  using Self = const ort::CustomOp*;
+  ort::CustomOp op{};
+  op.version = ort::VERSION;
+  op.name = [](Self) { return Operator::name; };
+  op.provider = [](Self) -> const char* { return nullptr; };
+  op.input_count = [](Self) { return strlen(Operator::inputs); };
+  op.input_type = [](Self, size_t i) { return type(Operator::inputs[i]); };
+  op.input_characteristic = [](Self, size_t i) { return is_optional(Operator::inputs[i]); };
+  op.output_count = [](Self) { return strlen(Operator::outputs); };
+  op.output_type = [](Self, size_t i) { return type(Operator::outputs[i]); };
+  op.output_characteristic = [](Self, size_t i) { return is_optional(Operator::outputs[i]); };
+  op.input_memory = [](Self, size_t) { return 0; };
+  op.create_v2 = [](Self, ort::Api*, const ort::KernelInfo* info, void** kernel) {
+    return guarded<Operator>([&] { *kernel = new Operator(Node(info)); });
+  };
+  op.compute_v2 = [](void* kernel, ort::KernelContext* context) {
+    return guarded<Operator>([&] { static_cast<const Operator*>(kernel)->run(Context(context)); });
+  };
+  op.destroy = [](void* kernel) { delete static_cast<Operator*>(kernel); };
+  op.start_version = op.end_version = [](Self) { return 1; };
+  return op;
+}
+}  // namespace
+
+const std::vector<ort::CustomOp>& operators() {
+  static const std::vector<ort::CustomOp> all = {
+      described<Linear>(),        described<LinearNorm>(),     described<FeedForward>(),
+      described<LinearToHeads>(), described<SelfAttention>(),  described<CrossAttention>(),
+      described<EncoderSelfAttention>(), described<Embed>()};
+  return all;
+}
