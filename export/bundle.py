@@ -43,7 +43,7 @@ from transferry.runtime.io.folders import replace_folder, staged_folder
 from transferry.runtime.io.sealed_folder import records
 from transferry.runtime.ort.cuda import cuda_obstacle
 from transferry.runtime.ort.open_model import open_model
-from transferry.runtime.ort.session import Provider, SessionOptions
+from transferry.runtime.ort.session import Provider, SessionOptions, kernels
 from transferry.runtime.precision import FLOAT32, Precision
 from transferry.runtime.proof.compare import Comparison, Tolerance
 from transferry.runtime.proof.one_graph import OneGraph
@@ -85,8 +85,8 @@ def prove_variant(
         ParityError: The graphs are invalid or differ from torch.
     """
     check_graphs(bundle, variant)
-    if "cpu" not in variant.providers and (obstacle := cuda_obstacle()) is not None:
-        say(f"variant {variant.name} is not verified: {obstacle.missing}")
+    if missing := _missing(variant):
+        say(f"variant {variant.name} is not verified: {missing}")
         return
     own = isinstance(checkpoint.model, OwnModel)  # whose layers are unknown
     large = checkpoint if parameters(checkpoint.model) > LARGE and not own else None
@@ -109,6 +109,15 @@ def prove_variant(
                 say(f"variant {variant.name}: {metric}, {TOO_FEW}")
         report = replace(report, task_metrics=[])
     report.require()
+
+
+def _missing(variant: Variant) -> str:
+    """Returns the reason why this machine cannot run a variant; empty if it can."""
+    if "cpu" not in variant.providers and (obstacle := cuda_obstacle()) is not None:
+        return obstacle.missing
+    if Precision.of(variant.precision).kernels and kernels().remedy:
+        return f"transferry-kernels {kernels().found}"
+    return ""
 
 
 def check_graphs(bundle: Bundle, variant: Variant) -> None:
@@ -355,6 +364,9 @@ def _manifest(checkpoint: Checkpoint, variants: Mapping[str, Variant], folder: P
     for name in MADE_BY:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
+    needed = any(Precision.of(variant.precision).kernels for variant in variants.values())
+    if needed and not kernels().remedy:  # the variant was verified with it
+        versions["transferry-kernels"] = kernels().version
     return Manifest(
         architecture=config.architecture,
         model=config.to_dict(),

@@ -115,12 +115,11 @@ export class Bundle {
         `the bundle has no variant ${name}; it has ${Object.keys(variants).join(", ")}`,
       );
     }
-    if (variants[name].cache?.in_place) {
-      throw new UsageError(
-        `variant ${name} keeps its cache in place, which this package does not run; choose portable`,
-      );
+    const { cache, graphs, precision } = variants[name];
+    if (cache?.in_place || precision === "int8-kernels") {
+      const why = cache?.in_place ? "keeps its cache in place" : "has operators of transferry-kernels";
+      throw new UsageError(`variant ${name} ${why}, which this package does not run; choose portable`);
     }
-    const { graphs } = variants[name];
     for (const each of GRAPHS[this.manifest.architecture]) {
       if (!Object.hasOwn(graphs, each)) {
         throw new InputError(`manifest.json: variant ${name} has no graph ${each}; export the bundle again`);

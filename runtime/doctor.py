@@ -5,6 +5,7 @@ is compared with numpy's. A warning is a missing part, a fault a part that does 
 `transferry doctor` exits with 5 on a fault.
 """
 
+import importlib.util
 import platform
 import sys
 from collections.abc import Callable, Sequence
@@ -67,6 +68,7 @@ def diagnose() -> list[Check]:
         checks.append(check_tensorrt())
     if installed_version("openvino"):  # a rare extra
         checks.append(check_openvino())
+    checks.append(check_kernels())
     return [*checks, _check_hardware(), _check_tiktoken(), _check_torch()]
 
 
@@ -119,6 +121,20 @@ def check_openvino() -> Check:
         return product
 
     return _check_product("openvino", multiply, install_command("openvino", "--force-reinstall"))
+
+
+def check_kernels() -> Check:
+    """Loads the operators of transferry-kernels, a package for one variant."""
+    if importlib.util.find_spec("transferry_kernels") is None:
+        return Check("kernels", "ok", "not installed; only variant cpu-int8-kernels needs them")
+    try:
+        from transferry.runtime.ort.session import kernels
+    except ProviderError as reason:
+        return Check("kernels", "warning", _one_line(reason), "fix onnxruntime first")
+    package = kernels()
+    fault: Literal["warning", "fault"] = "warning" if package.version else "fault"
+    status = fault if package.remedy else "ok"
+    return Check("kernels", status, f"transferry-kernels {package.found}", package.remedy)
 
 
 def _check_provider(provider: Literal["cpu", "cuda", "tensorrt"], remedy: str) -> Check:

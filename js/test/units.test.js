@@ -190,6 +190,13 @@ test("graphs of another form are refused when they are chosen", () => {
     const bundle = new Bundle({}, { ...MANIFEST, variants: { portable: { graphs } } });
     assert.throws(() => bundle.variant("portable"), message);
   }
+  for (const [more, message] of [
+    [{ cache: { in_place: true } }, /keeps its cache in place/],
+    [{ precision: "int8-kernels" }, /has operators of transferry-kernels/],
+  ]) {
+    const bundle = new Bundle({}, { ...MANIFEST, variants: { other: { graphs: {}, ...more } } });
+    assert.throws(() => bundle.variant("other"), message);
+  }
 });
 
 test("options that do not exist are refused with the nearest one", async () => {

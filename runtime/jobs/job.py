@@ -29,12 +29,7 @@ from transferry.runtime.jobs.formats.openai_batch import Seen
 from transferry.runtime.jobs.formats.readers import open_inputs, open_reader
 from transferry.runtime.jobs.formats.records import ColumnChoice, Record, RowWriter
 from transferry.runtime.jobs.formats.remote_file import RemoteFile
-from transferry.runtime.jobs.formats.rows import (
-    InputRow,
-    RowReader,
-    hash_rows,
-    read_rows,
-)
+from transferry.runtime.jobs.formats.rows import InputRow, RowReader, hash_rows, read_rows
 from transferry.runtime.jobs.formats.sources import Inputs, open_sources
 from transferry.runtime.jobs.formats.writers import open_writer
 from transferry.runtime.jobs.job_options import JobOptions, fraction
@@ -197,7 +192,8 @@ class Job:
             "compression": named_format(self.output)[1],
             "width": self.task.width,
         }
-        versions = ("special_tokens", *(["sentencex"] if options.long_rows == "split" else []))
+        split = ["sentencex"] if options.long_rows == "split" else []
+        versions = ("special_tokens", "transferry-kernels", *split)
         others = {**options.dialect, "limit": options.limit}
         others |= {name: described.get(name) for name in versions}
         values |= {name: value for name, value in others.items() if value is not None}

@@ -153,7 +153,7 @@ class Kernels:
         found: Its version and instruction set, or why it cannot run here.
         remedy: How to fix that; "" if it can run.
         library: File of the operators, which every session registers: once loaded, 1 microsecond.
-        version: The package's version and the library's sha256: both decide the numbers.
+        version: The package's version and the library's sha256, which decide the numbers.
         operators: Version of the operators.
     """
 
@@ -171,7 +171,7 @@ def kernels() -> Kernels:
         package = importlib.import_module("transferry_kernels")
         version, library = package.__version__, Path(package.LIBRARY)
         if obstacle := package.obstacle():
-            return Kernels(f"cannot run here: {obstacle}", "Choose variant cpu-int8")
+            return Kernels(f"cannot run here: {obstacle}", "Choose variant cpu-int8", "", version)
         onnxruntime.SessionOptions().register_custom_ops_library(str(library))
         found, told = f"{version}, {package.instruction_set()}", f"sha256 {sha256(library)}"
         return Kernels(found, "", str(library), f"{version}, {told}", package.OPERATORS)

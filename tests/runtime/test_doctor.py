@@ -20,7 +20,7 @@ from transferry.runtime.ort import cuda, openvino_runner, session
 
 def test_finds_this_machine_in_order() -> None:
     checks = {check.name: check for check in diagnose()}
-    for name in ("python", "onnxruntime", "cpu", "hardware", "tiktoken", "torch"):
+    for name in ("python", "onnxruntime", "cpu", "kernels", "hardware", "tiktoken", "torch"):
         assert checks[name].status == "ok", checks[name]
     assert "error" in checks["cpu"].found
     json.dumps([asdict(check) for check in checks.values()])

@@ -214,14 +214,17 @@ def test_a_worker_reads_on_in_a_row_group(tmp_path: Path) -> None:
     assert [begun.index(each) for each in begun] == [0, 0, 0, 3, 3, 5]
 
 
-def test_a_worker_refuses_what_is_not_the_job(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "was"), [("onnxruntime", "1.0"), ("transferry-kernels", "not set")]
+)
+def test_a_worker_refuses_what_is_not_the_job(tmp_path: Path, name: str, was: str) -> None:
     source, out = write_rows(tmp_path / "in.txt", 20), tmp_path / "out.jsonl"
     folder = stopped(source, out)
     engine, runner = Echo(), LocalRunner()
-    engine.described["onnxruntime"] = "2.0"
+    engine.described[name] = "2.0"
     runner.load = lambda: engine
     job = Job(Echo(), source, out, JobOptions(chunk_rows=3), LocalRunner())
-    with pytest.raises(InputError, match=r"differ from .*: onnxruntime was 1\.0, is 2\.0"):
+    with pytest.raises(InputError, match=rf"differ from .*: {name} was {was}, is 2\.0"):
         raise Worker(*runner.told(job, 0)).open() or AssertionError
     shutil.rmtree(folder)
     with pytest.raises(InputError, match=r"worker on \S+: it sees no .*\.job; put the output on"):

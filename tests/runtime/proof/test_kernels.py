@@ -17,7 +17,7 @@ import pytest
 from tests.commands import call
 from tests.runtime.proof.certified import certified, with_variants
 from transferry.runtime.bundle.bundle import Bundle
-from transferry.runtime.doctor import PRODUCT_GRAPH
+from transferry.runtime.doctor import PRODUCT_GRAPH, check_kernels
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.errors import ParityError, ProviderError, UsageError
 from transferry.runtime.ort.open_model import open_model
@@ -146,21 +146,32 @@ def test_other_sessions_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("broken", "found"),
+    ("broken", "status", "found"),
     [
-        ({"obstacle": "this CPU has no AVX2"}, "which cannot run here: this CPU has no AVX2. Ch"),
-        ({"content": b"\x7fELF of another machine"}, "which cannot be loaded: "),
-        ({"text": "raise ImportError('an old one')"}, "which cannot be loaded: an old one. Inst"),
-        ({"text": "__version__ = '0.0.1'"}, "which cannot be loaded: module 'transferry_kernels'"),
+        ({"obstacle": "no AVX2"}, "warning", "cannot run here: no AVX2"),
+        ({"content": b"\x7fELF of another machine"}, "fault", "cannot be loaded: [ONNXRuntimeErr"),
+        ({"text": "raise ImportError('an old one')"}, "fault", "cannot be loaded: an old one"),
+        ({"text": "__version__ = '0.0.1'"}, "fault", "cannot be loaded: module 'transferry_kernel"),
     ],
 )
 def test_a_package_that_cannot_run_disturbs_no_other_variant(
-    bundle: Bundle, install: Install, broken: dict[str, str], found: str
+    bundle: Bundle, install: Install, broken: dict[str, str], status: str, found: str
 ) -> None:
     install(**broken)
-    assert found in refused(bundle)
+    assert f"which {found}" in refused(bundle)
+    check = check_kernels()
+    assert (check.status, check.remedy in refused(bundle)) == (status, True)
+    assert check.found.startswith(f"transferry-kernels {found}")
     assert fastest(bundle, SessionOptions()).name == "portable"
     open_model(bundle, bundle.variant(), SessionOptions())
+
+
+def test_doctor_names_what_computes(install: Install) -> None:
+    check = check_kernels()
+    assert (check.status, check.remedy) == ("ok", "")
+    assert check.found == "not installed; only variant cpu-int8-kernels needs them"
+    install()
+    assert check_kernels().found == "transferry-kernels 0.1.0, AVX2"
 
 
 def with_operators(version: int, op: str = "Linear") -> bytes:
