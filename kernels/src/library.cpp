@@ -1,5 +1,5 @@
-// What the shared library exports: RegisterCustomOps for onnxruntime, and the reason why a CPU
-// cannot run the kernels.
+// Exports of the shared library: RegisterCustomOps for onnxruntime, and answers for
+// transferry_kernels/__init__.py.
 #include <cstdlib>
 #include <new>
 #include <stdexcept>
@@ -57,13 +57,19 @@ EXPORTED const char* TransferryKernelsObstacle() {
   return runs ? "" : "the CPU lacks AVX2 or FMA";
 }
 
-// Called by SessionOptions.register_custom_ops_library.
+EXPORTED const char* TransferryKernelsInstructionSet() {
+  return &kernels() == &avx2::kernels ? "AVX2" : "AVX-512 VNNI";
+}
+
+// Called by SessionOptions.register_custom_ops_library, from several threads at once.
 EXPORTED ort::Status* RegisterCustomOps(ort::SessionOptions* options, const ort::ApiBase* base) {
-  ort::api = base->get_api(ort::VERSION);
-  if (!ort::api) {
-    ort::api = base->get_api(1);
-    return ort::failure("transferry.kernels: expected onnxruntime 1.17 or later");
-  }
+  static const bool is_known = [&] {
+    ort::api = base->get_api(ort::VERSION);
+    if (ort::api) return true;
+    ort::api = base->get_api(1);  // whose only use is `failure`
+    return false;
+  }();
+  if (!is_known) return ort::failure("transferry.kernels: expected onnxruntime 1.17 or later");
   try {
     if (const char* obstacle = TransferryKernelsObstacle(); *obstacle) {
       return ort::failure(std::string("transferry.kernels: ") + obstacle +

@@ -45,6 +45,10 @@ struct Shape {
     refuse("expected " + name + " of shape " + text(expected.begin(), expected.size()) +
            ", found " + text(sizes, rank));
   }
+  // Refuses a tensor of several values: shapes [] and [1] are one.
+  void expect_one(const std::string& name) const {
+    if (rank != 1 || sizes[0] != 1) expect(name, {});
+  }
 
  private:
   static std::string text(const int64_t* sizes, size_t rank) {
@@ -93,6 +97,12 @@ class Node {
     const ort::Value* value = constant(input);
     Shape(value).expect(name(input), sizes);
     return data<const T>(value);
+  }
+  template <class T>
+  T scalar(size_t input) const {
+    const ort::Value* value = constant(input);
+    Shape(value).expect_one(name(input));
+    return *data<const T>(value);
   }
   int64_t integer(const char* attribute) const {
     int64_t value;

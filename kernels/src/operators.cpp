@@ -24,15 +24,15 @@ struct Packed : Weights {
     sizes.expect(node.name(first + 2), {ANY, ANY});
     outputs = sizes[0];
     inputs = checked(sizes[1], "the inputs of " + node.name(first + 2), MOST_INPUTS);
-    input_scale = *node.constant<float>(first, {});
+    input_scale = node.scalar<float>(first);
     if (!(input_scale > 0 && std::isfinite(input_scale))) {
       refuse("expected a positive scale " + node.name(first) + ", found " +
              std::to_string(input_scale));
     }
-    input_zero = *node.constant<uint8_t>(first + 1, {});
+    input_zero = node.scalar<uint8_t>(first + 1);
     const size_t padded = (size_t(outputs) + 63) / 64 * 64;
     pack(node.constant<int8_t>(first + 2, {outputs, inputs}), padded);
-    const float factor = *node.constant<float>(first + 3, {});
+    const float factor = node.scalar<float>(first + 3);
     const float* each = node.constant<float>(first + 4, {outputs});
     all_scales.resize(padded);
     for (int n = 0; n < outputs; ++n) all_scales[n] = factor * each[n];
@@ -140,7 +140,7 @@ struct FeedForward {  // x, which is the residual, inner weights, outer weights,
 };
 
 struct LinearToHeads {  // x, weights, source ids for their shape
-  static constexpr const char *name = "LinearToHeads", *inputs = "f" LINEAR "i", *outputs = "sUF";
+  static constexpr const char *name = "LinearToHeads", *inputs = "f" LINEAR "i", *outputs = "sU";
   Packed weights;
   int width;
 
@@ -154,10 +154,9 @@ struct LinearToHeads {  // x, weights, source ids for their shape
     const int rows = c.rows(0, "x", weights.inputs);
     require(rows == source[0] * length, "expected a row of x for each token of the source");
     const Quantized x(c, weights, rows, 1, c.in<float>(0));
-    float* shown = c.out<float>(2, {rows, d});
-    const Scratch room(shown ? 0 : rows * d * sizeof(float));
-    const float* product = shown ? shown : room.as<float>();
-    multiply(weights, x, rows, const_cast<float*>(product));
+    const Scratch room(rows * d * sizeof(float));
+    const float* product = room.as<float>();
+    multiply(weights, x, rows, room.as<float>());
     int8_t* y = c.out<int8_t>(0, {source[0], heads, length, width});
     for (int64_t row = 0; row < rows; ++row) {
       int8_t* first = y + (row / length * heads * length + row % length) * width;
@@ -203,7 +202,8 @@ struct SelfAttention {  // queries, keys and values, past keys, past values, pos
     given.expect("the positions", {cache.slots, ANY});
     const int64_t rows = given[1], d = cache.d();
     const float* x = c.in<float>(0, "x", {cache.slots * rows, 3 * d});
-    const bool single = *c.in<uint8_t>(6, "single", {});
+    c.shape(6).expect_one("single");
+    const bool single = *c.in<uint8_t>(6);
     require(!single || rows == 1, "expected one token in each slot where `single` is true");
     if (!single) {
       c.shape(4).expect("the cells", {cache.slots, rows, cache.heads, 3});
@@ -305,7 +305,7 @@ struct Embed {  // ids, positions, table, scales, factor, positions' table
     tokens = table[0], places = of_places[0];
     const int width = checked(table[1], "the width of " + node.name(2), INT32_MAX);
     embedding = {node.constant<int8_t>(2, {tokens, width}), node.constant<float>(3, {tokens, 1}),
-                 *node.constant<float>(4, {}), node.constant<float>(5, {places, width}), width};
+                 node.scalar<float>(4), node.constant<float>(5, {places, width}), width};
   }
   void run(const Context& c) const {
     const Shape sizes = c.shape(0);

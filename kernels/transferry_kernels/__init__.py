@@ -1,19 +1,31 @@
 """Operators of onnxruntime for transferry's variant cpu-int8-kernels, as a shared library."""
 
 import ctypes
-from functools import cache
 from pathlib import Path
 
 __version__ = "0.1.0"
 
+# Version of the operators: of the domain transferry.kernels in a graph.
+OPERATORS = 1
 # For onnxruntime.SessionOptions.register_custom_ops_library.
 LIBRARY = Path(__file__).with_name("libtransferry_kernels.so")
 
 
-@cache
 def obstacle() -> str:
-    """Reason why this CPU cannot run the kernels; empty if it can."""
-    find = ctypes.CDLL(str(LIBRARY)).TransferryKernelsObstacle
+    """Reason why the kernels cannot run here; empty if they can."""
+    try:
+        return _text("TransferryKernelsObstacle")
+    except OSError as error:
+        return f"the library cannot be loaded: {error}"
+
+
+def instruction_set() -> str:
+    """Instruction set in use: "AVX2" or "AVX-512 VNNI"."""
+    return _text("TransferryKernelsInstructionSet")
+
+
+def _text(function: str) -> str:
+    find = ctypes.CDLL(str(LIBRARY))[function]
     find.restype = ctypes.c_char_p
     found: bytes = find()
     return found.decode()
