@@ -320,7 +320,7 @@ class _Making:
             path = self.folder / recipe.reference
             if self.calibration is not None and recipe.precision.calibrated:
                 self.calibration.save(path.with_name(CALIBRATION))
-            if recipe.precision.rounded:
+            if recipe.precision.rounded and not path.exists():
                 self._record(texts, recipe.precision).save(path)
             end_phase(self.checkpoint.model)
 

@@ -13,6 +13,7 @@ from transferry.runtime.precision import (
     INT4,
     INT8,
     INT8_BLOCKS,
+    INT8_KERNELS,
     WEIGHT_ONLY,
     Precision,
 )
@@ -47,8 +48,12 @@ class Recipe:
 
     @property
     def reference(self) -> str:
-        """File of the answers that the variant is compared with, inside the bundle."""
-        return f"{self.prefix}{REFERENCE}" if self.precision.rounded else REFERENCE
+        """File of the answers that the variant is compared with, inside the bundle.
+
+        Variants of one folder round alike.
+        """
+        folder = self.prefix.rpartition("/")[0]
+        return f"{folder}/{REFERENCE}" if self.precision.rounded else REFERENCE
 
 
 _CPU, _CUDA = ("cpu",), ("cuda",)
@@ -59,6 +64,7 @@ _ALL = (
     Recipe("portable-int8", WEIGHT_ONLY, _CPU, "portable-int8/", _IN_INT8, fused=False),
     Recipe("cpu-fp32", FLOAT32, _CPU, "portable/fused-", _FLOATS),
     Recipe("cpu-int8", INT8, _CPU, "cpu-int8/", "rewrite.kv_cache_int8:int8"),
+    Recipe("cpu-int8-kernels", INT8_KERNELS, _CPU, "cpu-int8/kernels-", "rewrite.kernels:int8"),
     Recipe("cpu-int8-blocks", INT8_BLOCKS, _CPU, "cpu-int8-blocks/", _BLOCKS),
     Recipe("cpu-int4", INT4, _CPU, "cpu-int4/", _BLOCKS),
     Recipe("cuda-fp16", FLOAT16, _CUDA, "cuda-fp16/", _FLOATS),

@@ -23,6 +23,7 @@ from transferry.export.make import add_one_graph, make
 from transferry.export.recipes import RECIPES
 from transferry.export.rewrite.calibration import Calibration
 from transferry.export.trace.canonical import Canonical, GraphForm, NodeForm, label
+from transferry.export.trace.editing import KERNELS, of_weights
 from transferry.export.trace.graph import Graph, Traces
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.specs import ONE_GRAPH, GraphSpec, Variant
@@ -129,18 +130,14 @@ def _harmless(node: ir.Node, place: int, marks: Collection[int]) -> bool:
     """Whether a node that reads token ids looks up weights, sizes, or one of some marks."""
     other = node.inputs[1 - place] if node.op_type in ("Gather", "Equal") else None
     if node.op_type == "Gather":
-        return place == 1 and other is not None and _of_weights(other)
+        return place == 1 and other is not None and of_weights(other)
+    if node.domain == KERNELS:  # a kernel that reads their shape, or rows of weights
+        counted = bool(place) and not node.attributes.get_int("counted", 0)
+        looks_up = node.op_type == "Embed" and not counted and all(map(of_weights, node.inputs[2:]))
+        return looks_up or (node.op_type == "LinearToHeads" and place == len(node.inputs) - 1)
     constant = ir.convenience.get_const_tensor(other) if other is not None else None
     compared = constant is not None and constant.size == 1 and constant.numpy().item() in marks
     return compared or node.op_type == "Shape"
-
-
-def _of_weights(value: ir.Value | None) -> bool:
-    """Whether a value depends on weights alone, as a table stored in integers does."""
-    if value is None or value.is_initializer():
-        return True
-    node = value.producer()
-    return node is not None and all(map(_of_weights, node.inputs))
 
 
 def _problem(graph: Graph, bundle: Bundle, spec: GraphSpec) -> str:

@@ -167,7 +167,8 @@ class BundleCopy(FolderCopy):
         """Changes a weight in each graph that has it; raises InputError if it stays the same."""
         for value in self.named(name):
             before = _array(value)
-            after = np.ascontiguousarray(change(before.copy()), before.dtype)
+            # A scalar stays one.
+            after = np.asarray(change(before.copy()), before.dtype, order="C")
             if before.tobytes() == after.tobytes():
                 raise self.absent(f"{name}, which would stay the same")
             value.const_value = ir.Tensor(after, name=value.name)

@@ -105,6 +105,14 @@ def drop_unused(graph: ir.Graph) -> None:
             del graph.initializers[name]
 
 
+def of_weights(value: ir.Value | None) -> bool:
+    """Whether a value depends on weights alone, as a table stored in integers does."""
+    if value is None or value.is_initializer():
+        return True
+    node = value.producer()
+    return node is not None and all(map(of_weights, node.inputs))
+
+
 def rank(value: ir.Value) -> int:
     """Returns the number of dimensions of a value."""
     if value.shape is None:

@@ -174,7 +174,7 @@ class GraphRunner:
         Raises:
             AllocationError: The device has not enough memory.
         """
-        contiguous = np.ascontiguousarray(array)
+        contiguous = np.asarray(array, order="C")  # ascontiguousarray would make [] [1]
         try:
             return OrtValue.ortvalue_from_numpy(contiguous, self._device, self._device_id)
         except ERRORS as error:

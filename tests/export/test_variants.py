@@ -74,7 +74,7 @@ def test_screening_adds_the_lm_head_in_int8(all_variants: Bundle, bundle: Bundle
 
 def test_unknown_variants_are_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
     for name in ("cpu-fp16", "", "PORTABLE"):
-        known = "one of portable, portable-int8, cpu-fp32, cpu-int8, cpu-int8-blocks, cpu-int4"
+        known = "one of portable, portable-int8, cpu-fp32, cpu-int8, cpu-int8-kernels"
         with pytest.raises(UsageError, match=known):
             recipe_of(name, calibrated=True)
         with pytest.raises(UsageError, match=f"there is no variant {name!r}"):

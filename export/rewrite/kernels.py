@@ -1,0 +1,347 @@
+"""cpu-int8 with chains of operators as single operators of the package transferry-kernels.
+
+With few rows, onnxruntime spends much of a step between operators. An operator here replaces a
+chain that matches its pattern to the last attribute, constant and mask, so that torch rounds as for
+cpu-int8; every other chain stays. Weights keep their names and bytes: both variants share them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, permutations, repeat, zip_longest
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from transferry.build_model.model.transformer import Transformer
+from transferry.export.recipes import Recipe
+from transferry.export.rewrite import kv_cache_int8
+from transferry.export.rewrite.calibration import Calibration
+from transferry.export.rewrite.fused import IN_HEADS, LAST_TWO
+from transferry.export.trace.editing import (
+    KERNELS,
+    alike,
+    argument,
+    array_of,
+    drop_unused,
+    of_weights,
+    only_consumer,
+    rank,
+    shared,
+    size,
+)
+from transferry.export.trace.graph import Graph, Traces
+from transferry.runtime.errors import UsageError
+
+VERSION = 1
+GRAPHS = ("encoder", "decoder", "lm_head")
+LANES, WIDEST_HEAD = 16, 256  # widths fill vectors of 16
+FEW = 8  # entries of a constant that is compared
+SOURCE = ["batch", "source"]  # dimensions of the ids
+FLOAT, INT32 = ir.DataType.FLOAT, 6
+
+Values = dict[str, Any]  # by name, None for an input left out
+# Operator, inputs and attributes.
+Kernel = tuple[str, Sequence[ir.Value | None], Mapping[str, int | float]]
+
+
+def int8(
+    model: Transformer, recipe: Recipe, traces: Traces, calibration: Calibration | None
+) -> dict[str, Graph]:
+    """Makes the graphs of cpu-int8 with kernels of the package; see `make.Maker`.
+
+    Raises:
+        UsageError: No chain has a kernel. The variant would be cpu-int8, but need the package.
+    """
+    graphs = kv_cache_int8.int8(model, recipe, traces, calibration)
+    if not sum(insert_kernels(graphs[name]) for name in GRAPHS if name in graphs):
+        raise UsageError(
+            f"variant {recipe.name}: no operator of this model has a kernel, which takes widths in "
+            "multiples of 16; choose --variant cpu-int8"
+        )
+    return graphs
+
+
+def insert_kernels(graph: Graph) -> int:
+    """Replaces the chains of a graph that have a kernel; returns the number of kernels."""
+    nodes = graph.model.graph
+    given: Values = {str(value.name): value for value in nodes.inputs}
+    for node in list(nodes):
+        rules = RULES.get(node.op_type, ()) if node.graph is not None else ()
+        if (kernel := next(filter(None, (rule(node, given) for rule in rules)), None)) is None:
+            continue
+        kind, inputs, attributes = kernel
+        count = len(node.outputs)
+        new = ir.node(kind, inputs, attributes, domain=KERNELS, num_outputs=count)
+        for old, output in zip(node.outputs, new.outputs, strict=True):
+            alike(output, old).name = old.name
+            old.replace_all_uses_with(output, replace_graph_outputs=True)
+        nodes.insert_before(node, new)
+        _drop(node)
+    drop_unused(nodes)
+    if found := sum(node.domain == KERNELS for node in nodes):
+        graph.model.opset_imports[KERNELS] = VERSION
+    return found
+
+
+def _drop(node: ir.Node) -> None:
+    """Drops a node without readers, and then those that only it read."""
+    graph = node.graph
+    if graph is None or any(each.is_graph_output() or each.uses() for each in node.outputs):
+        return
+    origins = [each.producer() for each in node.inputs if each is not None]
+    for attribute in node.attributes.values():
+        if attribute.type == ir.AttributeType.GRAPH:
+            body = attribute.as_graph()
+            body.outputs.clear()
+            body.remove(list(body), safe=True)
+    graph.remove(node, safe=True)
+    for origin in filter(None, origins):
+        _drop(origin)
+
+
+# Patterns
+
+
+@dataclass(frozen=True)
+class _Op:
+    """An operator that computes a value.
+
+    An input is another operator, the name of a value, a number, or a list of numbers and names of
+    dimensions. Attributes that are 0 are left out, as by default.
+    """
+
+    kind: str
+    inputs: tuple[Any, ...]
+    attributes: Mapping[str, Any]
+    output: int = 0
+
+
+def _op(kind: str, *inputs: Any, output: int = 0, **attributes: Any) -> _Op:
+    return _Op(kind, inputs, attributes, output)
+
+
+def _matches(value: ir.Value | None, pattern: Any, found: Values) -> bool:
+    """Whether a value is computed as in a pattern; `found` receives the values that it names."""
+    if isinstance(pattern, str):
+        return found.setdefault(pattern, value) is value
+    if not isinstance(pattern, _Op):
+        return bool(pattern == (None if value is None else _known(value)))
+    node = value.producer() if value is not None else None
+    if node is None or value is not node.outputs[pattern.output] or node.op_type != pattern.kind:
+        return False
+    attributes = {
+        key: list(each.value) if isinstance(each.value, tuple) else each.value
+        for key, each in node.attributes.items()
+        if each.value != 0
+    }
+    pairs = zip_longest(node.inputs, pattern.inputs)
+    return attributes == pattern.attributes and all(_matches(*pair, found) for pair in pairs)
+
+
+def _known(value: ir.Value) -> Any:
+    """Returns a small constant, or the sizes that a value holds; None if neither."""
+    if value.is_initializer():
+        return array_of(value).tolist() if array_of(value).size <= FEW else None
+    node = value.producer()
+    if node is None or node.op_type not in ("Shape", "Concat"):
+        return None
+    if node.op_type == "Concat":
+        parts = [_known(each) for each in node.inputs if each is not None]
+        return [*chain(*parts)] if all(isinstance(part, list) for part in parts) else None
+    shape = argument(node, 0).shape or ()
+    sizes = [each if isinstance(each, int) else each.value for each in shape]
+    return sizes[node.attributes.get_int("start", 0) : node.attributes.get_int("end", len(sizes))]
+
+
+# Rules: the kernel of the chain that ends at a node, given the inputs of the graph by name.
+
+
+def _linear(node: ir.Node, given: Values) -> Kernel | None:
+    """A product of integers; the kernel takes the weight as it is stored."""
+    found: Values = {}
+    integers = _op("QuantizeLinear", "x", "x_scale", "x_zero")
+    weight = _op("Transpose", "weight", perm=[1, 0])
+    product = _op("MatMulIntegerToFloat", integers, weight, "scale", "scales", "zero", None, "bias")
+    if not _matches(node.outputs[0], product, found):
+        return None
+    names = "x", "x_scale", "x_zero", "weight", "scale", "scales", "bias"
+    x, *constants = (found[name] for name in names)
+    if not all(map(of_weights, constants)) or rank(x) != 2 or size(x, 1) % LANES:
+        return None
+    if not np.array_equal(array_of(found["zero"]), array_of(found["x_zero"])):
+        return None
+    joined = found["weight"].producer()  # for queries, keys and values
+    if joined is not None:
+        if joined.op_type != "Concat" or joined.attributes.get_int("axis", 0) != 0:
+            return None
+        outputs = sum(size(argument(joined, place), 0) for place in range(len(joined.inputs)))
+        node.outputs[0].dtype, node.outputs[0].shape = FLOAT, ir.Shape([x.shape[0], outputs])
+    return "Linear", (x, *constants), {}
+
+
+def _layer(value: ir.Value | None) -> ir.Node | None:
+    """Returns the kernel Linear that computes a value for one reader alone, or None."""
+    node = value.producer() if value is not None and only_consumer(value) else None
+    return node if node is not None and (node.domain, node.op_type) == (KERNELS, "Linear") else None
+
+
+def _norm(node: ir.Node, given: Values) -> Kernel | None:
+    """The norm of a residual connection around one linear layer, or two with ReLU or nothing."""
+    found, epsilon = dict(given), node.attributes.get_float("epsilon", 1e-5)
+    settings: dict[str, Any] = {"axis": -1, "epsilon": epsilon, "stash_type": 1}
+    norm = _op("LayerNormalization", _op("Add", "one", "other"), "gamma", "beta", **settings)
+    if not _matches(node.outputs[0], norm, found) or size(found["one"], -1) % LANES:
+        return None
+    weights = found["gamma"], found["beta"]
+    if not only_consumer(argument(node, 0)) or not all(map(of_weights, weights)):
+        return None
+    for product, residual in permutations((found["one"], found["other"])):
+        outer = _layer(product)
+        if outer is None or product.shape != residual.shape:
+            continue
+        inner = _layer(outer.inputs[0])
+        if inner is not None and inner.inputs[0] is residual:
+            layers = *inner.inputs, *outer.inputs[1:]
+            return "FeedForward", (*layers, *weights), {"epsilon": epsilon}
+        return "LinearNorm", (*outer.inputs, residual, *weights), {"epsilon": epsilon}
+    return None
+
+
+def _to_heads(node: ir.Node, given: Values) -> Kernel | None:
+    """Keys or values of the source, rounded to the cache's integers."""
+    output, found = node.outputs[0], dict(given)
+    if not output.is_graph_output() or output.dtype != ir.DataType.INT8 or rank(output) != 4:
+        return None
+    width = size(output, 3)
+    split = _op("Reshape", _op("QuantizeLinear", "product", 1, 0), [*SOURCE, -1, width])
+    if not _is_width(width) or not _matches(output, _op("Transpose", split, perm=IN_HEADS), found):
+        return None
+    layer = _layer(found["product"])
+    if layer is None or "source" not in given:
+        return None
+    return "LinearToHeads", (*layer.inputs, given["source"]), {"width": width}
+
+
+def _encoder_attention(node: ir.Node, given: Values) -> Kernel | None:
+    """Attention of an encoder to all tokens but padding."""
+    origin, found = argument(node, 0).producer(), dict(given)
+    heads = origin.attributes.get_int("q_num_heads", 0) if origin is not None else 0
+    width = size(node.outputs[0], -1)
+    mask = _op("Where", _op("Not", "source_mask"), -math.inf, _op("Expand", 0, SOURCE))
+    bias = _op("Expand", _op("Unsqueeze", mask, [1, 2]), [1, 1, SOURCE[1], 1])
+    rows = [_op("Reshape", name, [*SOURCE, width]) for name in ("query", "key", "value")]
+    settings = {"q_num_heads": heads, "kv_num_heads": heads, "scale": 1}
+    attended = _op("Reshape", _op("Attention", *rows, bias, **settings), [-1, width])
+    names = "query", "key", "value", "source_mask"
+    if not heads or not _is_width(width // heads) or not _matches(node.outputs[0], attended, found):
+        return None
+    return "EncoderAttention", [found[name] for name in names], {"width": width // heads}
+
+
+def _embed(node: ir.Node, given: Values) -> Kernel | None:
+    """Rows of the embedding in int8, times a factor, and of positions."""
+    ids = "target" if "target" in given else "source"
+    counted = _op("Range", 0, _op("Squeeze", [SOURCE[1]]), 1)
+    places = _op("Gather", "places", "positions" if "positions" in given else counted)
+    rows = _op("Mul", _op("Cast", _op("Gather", "table", ids), to=1), _op("Gather", "scales", ids))
+    for scaled in (_op("Mul", rows, "factor"), rows):
+        found, width = dict(given), size(node.outputs[0], -1)
+        embedded = _op("Reshape", _op("Add", scaled, places), [-1, width])
+        if _matches(node.outputs[0], embedded, found) and only_consumer(argument(node, 0)):
+            break
+    else:
+        return None
+    graph = node.graph
+    assert isinstance(graph, ir.Graph)
+    factor = found.get("factor") or shared(graph, "one", np.float32(1))
+    tables = found["table"], found["scales"], factor, found["places"]
+    if not all(map(of_weights, tables)) or rank(factor) or width % LANES:
+        return None
+    index = given.get("positions", given[ids])
+    return "Embed", (given[ids], index, *tables), {"counted": int(index is given[ids])}
+
+
+def _decoder_attention(node: ir.Node, given: Values) -> Kernel | None:
+    """Attention over the int8 cache: both branches, for one query a slot and for several."""
+    single, several = (node.attributes[f"{name}_branch"].as_graph() for name in ("then", "else"))
+    outputs = [*single.outputs, *several.outputs]
+    read = next((each for each in single if each.op_type == "GroupQueryAttention"), None)
+    if read is None or node.inputs[0] is not given.get("single"):
+        return None
+    heads, width = size(argument(read, 3), 1), size(argument(read, 3), 3)
+    kinds = {"SelfAttention": _self_attention, "CrossAttention": _cross_attention}
+    for kind, patterns in kinds.items():
+        found = dict(given)
+        wanted, names = patterns(heads, width)
+        if _is_width(width) and all(map(_matches, outputs, wanted, repeat(found))):
+            return kind, [found[name] for name in names], {"width": width}
+    return None
+
+
+def _self_attention(heads: int, width: int) -> tuple[list[_Op], tuple[str, ...]]:
+    """Patterns of the outputs of both branches, and the inputs of the kernel."""
+    whole, shape = heads * width, ["batch", "target", -1, width]
+    past = _op("Gather", "positions", 0, axis=1)
+    columns = _op("Cast", past, to=INT32), _op("Cast", ["capacity"], to=INT32)
+    rows = _op("Reshape", "qkv", [-1, 1, 3 * whole]), None, None
+    parts = [_op("Split", "qkv", [whole] * 3, output=place, axis=1) for place in range(3)]
+    keys, values = (
+        _op("ScatterND", name, "cells", _op("QuantizeLinear", _op("Reshape", part, shape), 1, 0))
+        for name, part in zip(("keys", "values"), parts[1:], strict=True)
+    )
+    attended = _attended(_op("Reshape", parts[0], shape), keys, values, "bias", whole)
+    names = "qkv", "keys", "values", "positions", "cells", "bias", "single"
+    return [*_single(rows, columns, heads, whole), attended, keys, values], names
+
+
+def _cross_attention(heads: int, width: int) -> tuple[list[_Op], tuple[str, ...]]:
+    """Likewise."""
+    whole, shape = heads * width, ["batch", "target", -1, width]
+    last = _op("Sub", "source_length", [1])
+    columns = _op("Cast", last, to=INT32), _op("Cast", ["source"], to=INT32)
+    row = _op("Reshape", "query", [-1, 1, whole])
+    new = _op("Slice", row, [0, 0], [0, whole], [1, 2])
+    kept = [_op("Identity", name) for name in ("keys", "values")]
+    attended = _attended(_op("Reshape", "query", shape), "keys", "values", "source_bias", whole)
+    names = "query", "keys", "values", "source_bias"
+    return [*_single((row, new, new), columns, heads, whole), attended, *kept], names
+
+
+def _single(rows: Sequence[Any], columns: Sequence[Any], heads: int, whole: int) -> list[_Op]:
+    """Patterns of the attention of one query a slot, and of the cache."""
+    options: dict[str, Any] = {
+        "num_heads": heads,
+        "kv_num_heads": heads,
+        "kv_cache_bit_width": 8,
+        "scale": 1,
+    }
+    options |= {f"{name}_quant_type": "PER_TENSOR" for name in "kv"} | {"local_window_size": -1}
+    inputs = *rows, "keys", "values", *columns, *[None] * 5, [1], [1]
+    states = [_op("GroupQueryAttention", *inputs, output=each, **options) for each in range(3)]
+    return [_op("Reshape", states[0], [-1, whole]), *states[1:]]
+
+
+def _attended(query: Any, keys: Any, values: Any, bias: str, whole: int) -> _Op:
+    """Pattern of softmax(Q K^T + bias) V of several queries a slot."""
+    transposed = _op("Transpose", _op("Cast", keys, to=1), perm=LAST_TWO)
+    scores = _op("MatMul", _op("Transpose", query, perm=IN_HEADS), transposed)
+    weights = _op("Softmax", _op("Add", scores, bias), axis=-1)
+    heads = _op("MatMul", weights, _op("Cast", values, to=1))
+    return _op("Reshape", _op("Transpose", heads, perm=IN_HEADS), [-1, whole])
+
+
+def _is_width(width: int) -> bool:
+    return width % LANES == 0 and 0 < width <= WIDEST_HEAD
+
+
+RULES: Mapping[str, Sequence[Callable[[ir.Node, Values], Kernel | None]]] = {
+    "MatMulIntegerToFloat": (_linear,),
+    "LayerNormalization": (_norm,),
+    "Transpose": (_to_heads,),
+    "Reshape": (_encoder_attention, _embed),
+    "If": (_decoder_attention,),
+}
