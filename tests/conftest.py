@@ -225,6 +225,17 @@ def traces(once: Once) -> None:
 
 
 @pytest.fixture(scope="session")
+def kernels_folder(once: Once) -> Path:
+    """Folder that holds the package transferry_kernels, as installed or built from kernels/."""
+    from tests import kernels_package
+
+    if reason := kernels_package.obstacle():
+        end = pytest.fail if REQUIRED else pytest.skip
+        end(reason)
+    return kernels_package.installed() or once("kernels", kernels_package.build)
+
+
+@pytest.fixture(scope="session")
 def run_folder(once: Once) -> Path:
     """A run of an encoder-decoder."""
     return once("run", lambda folder: make_run(folder, SOURCES))

@@ -29,7 +29,7 @@ struct Shape {
     ort::GetTensorTypeAndShape(value, &info);
     ort::GetDimensionsCount(info, &rank);
     ort::GetDimensions(info, sizes, rank < 4 ? rank : 4);
-    ort::release(info);
+    ort::ReleaseTensorTypeAndShapeInfo(info);
     for (int64_t size : sizes) require(size <= INT32_MAX, "expected sizes below 2,147,483,648");
   }
   int operator[](size_t i) const { return int(sizes[i]); }
@@ -78,7 +78,7 @@ inline int checked(int64_t size, const std::string& name, int64_t largest) {
 // Attributes and constant inputs of a node.
 class Node {
  public:
-  explicit Node(const ort::KernelInfo* info) : info_(info) {}
+  explicit Node(ort::Info info) : info_(info) {}
 
   // The name of an input in the graph; empty for an input that was left out.
   std::string name(size_t input) const {
@@ -130,7 +130,7 @@ class Node {
            "each run");
   }
 
-  const ort::KernelInfo* info_;
+  ort::Info info_;
 };
 
 // Inputs and outputs of a run.

@@ -87,6 +87,17 @@ void multiply(const Weights& w, const Quantized& x, int rows, float* y) {
   kernels().linear(w, x.data(), rows, {0, w.outputs}, y);
 }
 
+void expect_heads(int64_t size, int width, const char* name) {
+  if (size % width == 0) return;
+  refuse(std::string("expected ") + name + " in heads of " + std::to_string(width) + ", found " +
+         std::to_string(size));
+}
+void expect_below(int64_t value, int64_t end, const char* name) {
+  if (0 <= value && value < end) return;
+  refuse(std::string("expected ") + name + " below " + std::to_string(end) + ", found " +
+         std::to_string(value));
+}
+
 struct Linear {  // x, weights
   static constexpr const char *name = "Linear", *inputs = "f" LINEAR, *outputs = "fU";
   Packed weights;
@@ -123,8 +134,10 @@ struct FeedForward {  // x, which is the residual, inner weights, outer weights,
 
   explicit FeedForward(const Node& node)
       : inner(node, 1), outer(node, 7), norm(node.norm(13, outer.outputs)) {
-    require(inner.outputs == outer.inputs && outer.outputs == inner.inputs,
-            "expected an inner layer that widens and an outer one that narrows to the same width");
+    if (inner.outputs == outer.inputs && inner.inputs == outer.outputs) return;
+    refuse("expected an outer layer that undoes the inner one's " + std::to_string(inner.inputs) +
+           " inputs and " + std::to_string(inner.outputs) + " outputs, found " +
+           std::to_string(outer.inputs) + " and " + std::to_string(outer.outputs));
   }
   void run(const Context& c) const {
     const int rows = c.rows(0, "x", inner.inputs), width = outer.outputs;
@@ -145,15 +158,14 @@ struct LinearToHeads {  // x, weights, source ids for their shape
   int width;
 
   explicit LinearToHeads(const Node& node) : weights(node, 1), width(node.head_width()) {
-    require(weights.outputs % width == 0, "expected outputs that are heads of the width");
+    expect_heads(weights.outputs, width, "outputs");
   }
   void run(const Context& c) const {
     const Shape source = c.shape(7);
     source.expect("the source", {ANY, ANY});
     const int64_t length = source[1], d = weights.outputs, heads = d / width;
-    const int rows = c.rows(0, "x", weights.inputs);
-    require(rows == source[0] * length, "expected a row of x for each token of the source");
-    const Quantized x(c, weights, rows, 1, c.in<float>(0));
+    const int64_t rows = source[0] * length;
+    const Quantized x(c, weights, rows, 1, c.in<float>(0, "x", {rows, weights.inputs}));
     const Scratch room(rows * d * sizeof(float));
     const float* product = room.as<float>();
     multiply(weights, x, rows, room.as<float>());
@@ -220,7 +232,8 @@ struct SelfAttention {  // queries, keys and values, past keys, past values, pos
           const int64_t* cell = cells + (row * cache.heads + head) * 3;
           require(single || (cell[0] == slot && cell[1] == head),
                   "expected cells in the order of slots and heads");
-          const int64_t column = checked_column(single ? positions[row] : cell[2], cache);
+          const int64_t column = single ? positions[row] : cell[2];
+          expect_below(column, cache.columns, "columns");
           const float* key = x + row * 3 * d + d + head * width;
           kernels().round_to_int8(key, width, keys + at + column * width);
           kernels().round_to_int8(key + d, width, values + at + column * width);
@@ -231,11 +244,6 @@ struct SelfAttention {  // queries, keys and values, past keys, past values, pos
                              out + first * d + head * width, d});
       }
     }
-  }
-  static int64_t checked_column(int64_t column, const Cache& cache) {
-    if (0 <= column && column < cache.columns) return column;
-    refuse("expected columns below " + std::to_string(cache.columns) + ", found " +
-           std::to_string(column));
   }
 };
 
@@ -248,7 +256,10 @@ struct CrossAttention {  // queries, keys, values, bias of source columns
     const Cache cache(c, width);
     const int64_t slots = cache.slots, length = cache.columns, d = cache.d();
     const int64_t all = c.rows(0, "x", d), rows = slots ? all / slots : 0;
-    require(all == slots * rows, "expected x with as many rows for each slot of the keys");
+    if (all != slots * rows) {
+      refuse("expected as many rows for each of " + std::to_string(slots) + " slots, found " +
+             std::to_string(all));
+    }
     require(length || !slots, "expected keys of one source token or more");
     const float* x = c.in<float>(0);
     const float* all_bias = c.in<float>(3, "the source's bias", {slots, 1, 1, length});
@@ -279,7 +290,7 @@ struct EncoderSelfAttention {  // queries, keys, values [rows, d], mask of the s
     const Shape given = c.shape(0);
     given.expect("the queries", {rows, ANY});
     const int64_t d = given[1];
-    require(d % width == 0, "expected queries that are heads of the width");
+    expect_heads(d, width, "queries");
     const float* query = c.in<float>(0);
     const float* key = c.in<float>(1, "the keys", {rows, d});
     const float* value = c.in<float>(2, "the values", {rows, d});
@@ -324,11 +335,6 @@ struct Embed {  // ids, positions, table, scales, factor, positions' table
       expect_below(positions[row], places, "positions");
     }
     kernels().embed(embedding, ids, positions, rows, c.out<float>(0, {rows, embedding.width}));
-  }
-  static void expect_below(int64_t value, int64_t end, const char* name) {
-    if (0 <= value && value < end) return;
-    refuse(std::string("expected ") + name + " below " + std::to_string(end) + ", found " +
-           std::to_string(value));
   }
 };
 

@@ -49,19 +49,31 @@ struct CustomOp {
 
 inline Api* api;
 
+// An entry of OrtApi.
+template <class Result, class... Parameters>
+struct Function {
+  size_t number;
+  Result operator()(Parameters... parameters) const {
+    return reinterpret_cast<Result (*)(Parameters...)>(api[number])(parameters...);
+  }
+};
+constexpr Function<Status*, int, const char*> CreateStatus{0};
+constexpr Function<const char*, const Status*> GetErrorMessage{2};
+constexpr Function<void, Status*> ReleaseStatus{93};
+constexpr Function<void, ShapeInfo*> ReleaseTensorTypeAndShapeInfo{99};
+
 // An entry of OrtApi that returns a status; throws the status's message.
 template <class... Parameters>
-struct Entry {
-  size_t number;
+struct Entry : Function<Status*, Parameters...> {
   void operator()(Parameters... parameters) const {
-    auto call = reinterpret_cast<Status* (*)(Parameters...)>(api[number]);
-    Status* status = call(parameters...);
+    Status* status = Function<Status*, Parameters...>::operator()(parameters...);
     if (!status) return;
-    std::string message = reinterpret_cast<const char* (*)(const Status*)>(api[2])(status);
-    reinterpret_cast<void (*)(Status*)>(api[93])(status);
+    const std::string message = GetErrorMessage(status);
+    ReleaseStatus(status);
     throw std::runtime_error(message);
   }
 };
+using Info = const KernelInfo*;
 constexpr Entry<const char*, Domain**> CreateCustomOpDomain{26};
 constexpr Entry<Domain*, const CustomOp*> CustomOpDomain_Add{27};
 constexpr Entry<SessionOptions*, Domain*> AddCustomOpDomain{28};
@@ -69,20 +81,17 @@ constexpr Entry<Value*, void**> GetTensorMutableData{51};
 constexpr Entry<const ShapeInfo*, size_t*> GetDimensionsCount{61};
 constexpr Entry<const ShapeInfo*, int64_t*, size_t> GetDimensions{62};
 constexpr Entry<const Value*, ShapeInfo**> GetTensorTypeAndShape{65};
-constexpr Entry<const KernelInfo*, const char*, float*> KernelInfoGetAttribute_float{85};
-constexpr Entry<const KernelInfo*, const char*, int64_t*> KernelInfoGetAttribute_int64{86};
+constexpr Entry<Info, const char*, float*> KernelInfoGetAttribute_float{85};
+constexpr Entry<Info, const char*, int64_t*> KernelInfoGetAttribute_int64{86};
 constexpr Entry<const KernelContext*, size_t, const Value**> KernelContext_GetInput{90};
 constexpr Entry<KernelContext*, size_t, const int64_t*, size_t, Value**> KernelContext_GetOutput{
     91};
-constexpr Entry<const KernelInfo*, size_t*> KernelInfo_GetInputCount{230};
-constexpr Entry<const KernelInfo*, size_t, char*, size_t*> KernelInfo_GetInputName{232};
-constexpr Entry<const KernelInfo*, size_t, int*, const Value**> KernelInfoGetConstantInput_tensor{
-    249};
+constexpr Entry<Info, size_t*> KernelInfo_GetInputCount{230};
+constexpr Entry<Info, size_t, char*, size_t*> KernelInfo_GetInputName{232};
+constexpr Entry<Info, size_t, int*, const Value**> KernelInfoGetConstantInput_tensor{249};
 
-inline void release(ShapeInfo* info) {
-  reinterpret_cast<void (*)(ShapeInfo*)>(api[99])(info);
-}
 inline Status* failure(const std::string& message) {
-  return reinterpret_cast<Status* (*)(int, const char*)>(api[0])(1, message.c_str());
+  constexpr int FAIL = 1;
+  return CreateStatus(FAIL, message.c_str());
 }
 }  // namespace ort
