@@ -54,8 +54,8 @@ Examples:
     "variants",
     multiple=True,
     default=("cpu-fp32",),
-    help="Variant to add to portable: cpu-fp32, cpu-int8, cpu-int8-blocks, cpu-int4, "
-    "portable-int8, cuda-fp16 or cuda-bf16; portable alone adds none. Repeatable.",
+    help="Variant to add to portable: cpu-fp32, cpu-int8, cpu-int8-kernels, cpu-int8-blocks, "
+    "cpu-int4, portable-int8, cuda-fp16 or cuda-bf16; portable alone adds none. Repeatable.",
 )
 @option("--calibrate", type=FILE, help="Text similar to later input, to calibrate cpu-int8.")
 @option(

@@ -29,7 +29,7 @@ from transferry.export.trace.graph import Graph, flatten
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.specs import GraphSpec, Variant
 from transferry.runtime.decoding.decoder import Tensors
-from transferry.runtime.ort.session import KERNELS, Optimisation, SessionOptions, open_session
+from transferry.runtime.ort.session import SessionOptions, open_session
 from transferry.runtime.proof.compare import Case, Tolerance, Truth, compare, meaningful, truth
 from transferry.runtime.proof.report import Origin
 
@@ -298,15 +298,12 @@ class _Search:
     def _message(self, wrong: str, right: Sequence[str], verdict: _Verdict) -> str:
         text = verdict.fault
         served, options = self.served, self.served.options
-        # Kernels read constants that optimisation basic computes.
-        kernels = any(node.domain == KERNELS for node in served.nodes)
-        level: Optimisation = "basic" if kernels else "disable"
-        if options.optimisation == level:
+        if options.optimisation == "disable":
             return text
-        plain = ServedGraph(served.path, served.spec, replace(options, optimisation=level))
+        plain = ServedGraph(served.path, served.spec, replace(options, optimisation="disable"))
         if self._verdicts([wrong], plain)[wrong].right:
             text += (
-                f"; it is right with optimisation {level}, so onnxruntime's optimiser is at fault "
+                "; it is right with optimisation disable, so onnxruntime's optimiser is at fault "
                 f"between {', '.join(right) or 'the inputs'} and {wrong}"
             )
         if self.hiding:

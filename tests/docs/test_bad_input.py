@@ -24,10 +24,11 @@ from click.testing import CliRunner
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from tests.fuzz.models import gpt2
-from tests.runtime.proof.certified import change_byte, remake_manifest
+from tests.runtime.proof.certified import change_byte, remake_manifest, with_variants
 from tests.runtime.proof.keys import key_files, pem
 from transferry.cli import main
 from transferry.runtime.doctor import check_cuda
+from transferry.runtime.ort.session import kernels
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "errors.md"
 
@@ -247,6 +248,7 @@ SPOILERS: dict[str, Spoiler] = {
     "truncated checkpoint": truncated("run/model.safetensors"),
     "NaN in a checkpoint": lambda place: change_weight(place, lambda weight: math.nan),
     "checkpoint with another weight": lambda place: with_another_weight(place),
+    "kernels without folded constants": lambda place: add_kernels(place),
     "interrupted job with another option": lambda place: interrupt(place),
     "model type that is not imported": lambda place: import_of(place, model_type="mamba"),
     "setting that is not imported": lambda place: import_of(
@@ -286,6 +288,18 @@ SPOILERS: dict[str, Spoiler] = {
         lambda place: need_full_device(),
     ),
 }
+
+
+def add_kernels(place: Path) -> None:
+    """Adds a variant with operators of transferry-kernels, by its entry in the manifest."""
+    with_variants(place / "bundle", "cpu-int8-kernels")
+
+
+@spoils("kernels that are not installed")
+def lack_kernels(place: Path) -> None:
+    if not kernels().remedy:
+        pytest.skip("transferry-kernels is installed")
+    add_kernels(place)
 
 
 def need_full_device() -> None:

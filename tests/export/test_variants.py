@@ -24,6 +24,7 @@ from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.specs import CacheSpec
 from transferry.runtime.errors import ParityError, UsageError
 from transferry.runtime.ort.cuda import cuda_obstacle
+from transferry.runtime.ort.session import Kernels
 from transferry.runtime.proof.compare import Tolerance
 from transferry.runtime.tokenizer.byte_pair import SOURCES
 
@@ -104,6 +105,21 @@ def test_variants_for_a_gpu_are_written_where_there_is_none(
             str(value.dtype) for key, value in weights.items() if key.startswith("model.encoder")
         } == {kind.upper()}
     assert checkpoint.model.embedding.weight.dtype == torch.float32, "the model stays as it is"
+
+
+def test_kernels_are_written_where_their_package_is_missing(
+    reader_run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exporting, "kernels", lambda: Kernels("is not installed", "Install it"))
+    said, texts, name = list[str](), load_samples(reader_run_folder), "cpu-int8-kernels"
+    contents = Contents(texts, ["cpu-int8", name], texts)
+    checkpoint = load_checkpoint(reader_run_folder)
+    bundle = exported(checkpoint, tmp_path / "bundle", contents, say=said.append)
+    assert [line for line in said if "is not verified" in line] == [
+        f"variant {name} is not verified: transferry-kernels is not installed"
+    ]
+    assert bundle.variant(name).precision == "int8-kernels"
+    assert "transferry-kernels" not in bundle.manifest.versions
 
 
 def test_half_precision_answers_nearly_alike(tmp_path: Path) -> None:
