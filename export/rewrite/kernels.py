@@ -39,6 +39,7 @@ from transferry.runtime.errors import UsageError
 VERSION = 1
 GRAPHS = ("encoder", "decoder", "lm_head")
 LANES, WIDEST_HEAD = 16, 256  # widths fill vectors of 16
+MOST_INPUTS = 1 << 16  # whose sum of products fits int32
 FEW = 8  # entries of a constant that is compared
 SOURCE = ["batch", "source"]  # dimensions of the ids
 FLOAT, INT32 = ir.DataType.FLOAT, 6
@@ -170,7 +171,9 @@ def _linear(node: ir.Node, given: Values) -> Kernel | None:
         return None
     names = "x", "x_scale", "x_zero", "weight", "scale", "scales", "bias"
     x, *constants = (found[name] for name in names)
-    if not all(map(of_weights, constants)) or rank(x) != 2 or size(x, 1) % LANES:
+    if not all(map(of_weights, constants)) or rank(x) != 2:
+        return None
+    if size(x, 1) % LANES or size(x, 1) > MOST_INPUTS:
         return None
     if not np.array_equal(array_of(found["zero"]), array_of(found["x_zero"])):
         return None
