@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain, permutations, repeat, zip_longest
 from typing import Any
 
@@ -42,7 +41,7 @@ LANES, WIDEST_HEAD = 16, 256  # widths fill vectors of 16
 MOST_INPUTS = 1 << 16  # whose sum of products fits int32
 FEW = 8  # entries of a constant that is compared
 SOURCE = ["batch", "source"]  # dimensions of the ids
-FLOAT, INT32 = ir.DataType.FLOAT, 6
+FLOAT, INT32 = ir.DataType.FLOAT, ir.DataType.INT32
 
 Values = dict[str, Any]  # by name, None for an input left out
 # Operator, inputs and attributes.
@@ -107,7 +106,6 @@ def _drop(node: ir.Node) -> None:
 # Patterns
 
 
-@dataclass(frozen=True)
 class _Op:
     """An operator that computes a value.
 
@@ -115,23 +113,19 @@ class _Op:
     dimensions. Attributes that are 0 are left out, as by default.
     """
 
-    kind: str
-    inputs: tuple[Any, ...]
-    attributes: Mapping[str, Any]
-    output: int = 0
-
-
-def _op(kind: str, *inputs: Any, output: int = 0, **attributes: Any) -> _Op:
-    return _Op(kind, inputs, attributes, output)
+    def __init__(self, kind: str, *inputs: Any, output: int = 0, **attributes: Any) -> None:
+        self.kind, self.inputs, self.output, self.attributes = kind, inputs, output, attributes
 
 
 def _matches(value: ir.Value | None, pattern: Any, found: Values) -> bool:
     """Whether a value is computed as in a pattern; `found` receives the values that it names."""
     if isinstance(pattern, str):
         return found.setdefault(pattern, value) is value
+    if pattern is None or value is None:
+        return pattern is value
     if not isinstance(pattern, _Op):
-        return bool(pattern == (None if value is None else _known(value)))
-    node = value.producer() if value is not None else None
+        return bool(pattern == _known(value))
+    node = value.producer()
     if node is None or value is not node.outputs[pattern.output] or node.op_type != pattern.kind:
         return False
     attributes = {
@@ -164,9 +158,9 @@ def _known(value: ir.Value) -> Any:
 def _linear(node: ir.Node, given: Values) -> Kernel | None:
     """A product of integers; the kernel takes the weight as it is stored."""
     found: Values = {}
-    integers = _op("QuantizeLinear", "x", "x_scale", "x_zero")
-    weight = _op("Transpose", "weight", perm=[1, 0])
-    product = _op("MatMulIntegerToFloat", integers, weight, "scale", "scales", "zero", None, "bias")
+    integers = _Op("QuantizeLinear", "x", "x_scale", "x_zero")
+    weight = _Op("Transpose", "weight", perm=[1, 0])
+    product = _Op("MatMulIntegerToFloat", integers, weight, "scale", "scales", "zero", None, "bias")
     if not _matches(node.outputs[0], product, found):
         return None
     names = "x", "x_scale", "x_zero", "weight", "scale", "scales", "bias"
@@ -196,8 +190,8 @@ def _norm(node: ir.Node, given: Values) -> Kernel | None:
     """The norm of a residual connection around one linear layer, or two with ReLU or nothing."""
     found, epsilon = dict(given), node.attributes.get_float("epsilon", 1e-5)
     settings: dict[str, Any] = {"axis": -1, "epsilon": epsilon, "stash_type": 1}
-    norm = _op("LayerNormalization", _op("Add", "one", "other"), "gamma", "beta", **settings)
-    if not _matches(node.outputs[0], norm, found) or size(found["one"], -1) % LANES:
+    norm = _Op("LayerNormalization", _Op("Add", "one", "other"), "gamma", "beta", **settings)
+    if not _matches(node.outputs[0], norm, found) or size(node.outputs[0], -1) % LANES:
         return None
     weights = found["gamma"], found["beta"]
     if not only_consumer(argument(node, 0)) or not all(map(of_weights, weights)):
@@ -220,8 +214,8 @@ def _to_heads(node: ir.Node, given: Values) -> Kernel | None:
     if not output.is_graph_output() or output.dtype != ir.DataType.INT8 or rank(output) != 4:
         return None
     width = size(output, 3)
-    split = _op("Reshape", _op("QuantizeLinear", "product", 1, 0), [*SOURCE, -1, width])
-    if not _is_width(width) or not _matches(output, _op("Transpose", split, perm=IN_HEADS), found):
+    split = _Op("Reshape", _Op("QuantizeLinear", "product", 1, 0), [*SOURCE, -1, width])
+    if not _is_width(width) or not _matches(output, _Op("Transpose", split, perm=IN_HEADS), found):
         return None
     layer = _layer(found["product"])
     if layer is None or "source" not in given:
@@ -231,14 +225,13 @@ def _to_heads(node: ir.Node, given: Values) -> Kernel | None:
 
 def _encoder_attention(node: ir.Node, given: Values) -> Kernel | None:
     """Attention of an encoder to all tokens but padding."""
-    origin, found = argument(node, 0).producer(), dict(given)
+    origin, found, width = argument(node, 0).producer(), dict(given), _matrix_width(node)
     heads = origin.attributes.get_int("q_num_heads", 0) if origin is not None else 0
-    width = size(node.outputs[0], -1)
-    mask = _op("Where", _op("Not", "source_mask"), -math.inf, _op("Expand", 0, SOURCE))
-    bias = _op("Expand", _op("Unsqueeze", mask, [1, 2]), [1, 1, SOURCE[1], 1])
-    rows = [_op("Reshape", name, [*SOURCE, width]) for name in ("query", "key", "value")]
+    mask = _Op("Where", _Op("Not", "source_mask"), -math.inf, _Op("Expand", 0, SOURCE))
+    bias = _Op("Expand", _Op("Unsqueeze", mask, [1, 2]), [1, 1, SOURCE[1], 1])
+    rows = [_Op("Reshape", name, [*SOURCE, width]) for name in ("query", "key", "value")]
     settings = {"q_num_heads": heads, "kv_num_heads": heads, "scale": 1}
-    attended = _op("Reshape", _op("Attention", *rows, bias, **settings), [-1, width])
+    attended = _Op("Reshape", _Op("Attention", *rows, bias, **settings), [-1, width])
     names = "query", "key", "value", "source_mask"
     if not heads or not _is_width(width // heads) or not _matches(node.outputs[0], attended, found):
         return None
@@ -248,12 +241,15 @@ def _encoder_attention(node: ir.Node, given: Values) -> Kernel | None:
 def _embed(node: ir.Node, given: Values) -> Kernel | None:
     """Rows of the embedding in int8, times a factor, and of positions."""
     ids = "target" if "target" in given else "source"
-    counted = _op("Range", 0, _op("Squeeze", [SOURCE[1]]), 1)
-    places = _op("Gather", "places", "positions" if "positions" in given else counted)
-    rows = _op("Mul", _op("Cast", _op("Gather", "table", ids), to=1), _op("Gather", "scales", ids))
-    for scaled in (_op("Mul", rows, "factor"), rows):
-        found, width = dict(given), size(node.outputs[0], -1)
-        embedded = _op("Reshape", _op("Add", scaled, places), [-1, width])
+    counted = _Op("Range", 0, _Op("Squeeze", [SOURCE[1]]), 1)
+    places = _Op("Gather", "places", "positions" if "positions" in given else counted)
+    rows = _Op(
+        "Mul", _Op("Cast", _Op("Gather", "table", ids), to=FLOAT), _Op("Gather", "scales", ids)
+    )
+    width = _matrix_width(node)
+    for scaled in (_Op("Mul", rows, "factor"), rows):
+        found = dict(given)
+        embedded = _Op("Reshape", _Op("Add", scaled, places), [-1, width])
         if _matches(node.outputs[0], embedded, found) and only_consumer(argument(node, 0)):
             break
     else:
@@ -288,15 +284,15 @@ def _decoder_attention(node: ir.Node, given: Values) -> Kernel | None:
 def _self_attention(heads: int, width: int) -> tuple[list[_Op], tuple[str, ...]]:
     """Patterns of the outputs of both branches, and the inputs of the kernel."""
     whole, shape = heads * width, ["batch", "target", -1, width]
-    past = _op("Gather", "positions", 0, axis=1)
-    columns = _op("Cast", past, to=INT32), _op("Cast", ["capacity"], to=INT32)
-    rows = _op("Reshape", "qkv", [-1, 1, 3 * whole]), None, None
-    parts = [_op("Split", "qkv", [whole] * 3, output=place, axis=1) for place in range(3)]
+    past = _Op("Gather", "positions", 0, axis=1)
+    columns = _Op("Cast", past, to=INT32), _Op("Cast", ["capacity"], to=INT32)
+    rows = _Op("Reshape", "qkv", [-1, 1, 3 * whole]), None, None
+    parts = [_Op("Split", "qkv", [whole] * 3, output=place, axis=1) for place in range(3)]
     keys, values = (
-        _op("ScatterND", name, "cells", _op("QuantizeLinear", _op("Reshape", part, shape), 1, 0))
+        _Op("ScatterND", name, "cells", _Op("QuantizeLinear", _Op("Reshape", part, shape), 1, 0))
         for name, part in zip(("keys", "values"), parts[1:], strict=True)
     )
-    attended = _attended(_op("Reshape", parts[0], shape), keys, values, "bias", whole)
+    attended = _attended(_Op("Reshape", parts[0], shape), keys, values, "bias", whole)
     names = "qkv", "keys", "values", "positions", "cells", "bias", "single"
     return [*_single(rows, columns, heads, whole), attended, keys, values], names
 
@@ -304,12 +300,12 @@ def _self_attention(heads: int, width: int) -> tuple[list[_Op], tuple[str, ...]]
 def _cross_attention(heads: int, width: int) -> tuple[list[_Op], tuple[str, ...]]:
     """Likewise."""
     whole, shape = heads * width, ["batch", "target", -1, width]
-    last = _op("Sub", "source_length", [1])
-    columns = _op("Cast", last, to=INT32), _op("Cast", ["source"], to=INT32)
-    row = _op("Reshape", "query", [-1, 1, whole])
-    new = _op("Slice", row, [0, 0], [0, whole], [1, 2])
-    kept = [_op("Identity", name) for name in ("keys", "values")]
-    attended = _attended(_op("Reshape", "query", shape), "keys", "values", "source_bias", whole)
+    last = _Op("Sub", "source_length", [1])
+    columns = _Op("Cast", last, to=INT32), _Op("Cast", ["source"], to=INT32)
+    row = _Op("Reshape", "query", [-1, 1, whole])
+    new = _Op("Slice", row, [0, 0], [0, whole], [1, 2])
+    kept = [_Op("Identity", name) for name in ("keys", "values")]
+    attended = _attended(_Op("Reshape", "query", shape), "keys", "values", "source_bias", whole)
     names = "query", "keys", "values", "source_bias"
     return [*_single((row, new, new), columns, heads, whole), attended, *kept], names
 
@@ -324,17 +320,23 @@ def _single(rows: Sequence[Any], columns: Sequence[Any], heads: int, whole: int)
     }
     options |= {f"{name}_quant_type": "PER_TENSOR" for name in "kv"} | {"local_window_size": -1}
     inputs = *rows, "keys", "values", *columns, *[None] * 5, [1], [1]
-    states = [_op("GroupQueryAttention", *inputs, output=each, **options) for each in range(3)]
-    return [_op("Reshape", states[0], [-1, whole]), *states[1:]]
+    states = [_Op("GroupQueryAttention", *inputs, output=each, **options) for each in range(3)]
+    return [_Op("Reshape", states[0], [-1, whole]), *states[1:]]
 
 
 def _attended(query: Any, keys: Any, values: Any, bias: str, whole: int) -> _Op:
     """Pattern of softmax(Q K^T + bias) V of several queries a slot."""
-    transposed = _op("Transpose", _op("Cast", keys, to=1), perm=LAST_TWO)
-    scores = _op("MatMul", _op("Transpose", query, perm=IN_HEADS), transposed)
-    weights = _op("Softmax", _op("Add", scores, bias), axis=-1)
-    heads = _op("MatMul", weights, _op("Cast", values, to=1))
-    return _op("Reshape", _op("Transpose", heads, perm=IN_HEADS), [-1, whole])
+    transposed = _Op("Transpose", _Op("Cast", keys, to=FLOAT), perm=LAST_TWO)
+    scores = _Op("MatMul", _Op("Transpose", query, perm=IN_HEADS), transposed)
+    weights = _Op("Softmax", _Op("Add", scores, bias), axis=-1)
+    heads = _Op("MatMul", weights, _Op("Cast", values, to=FLOAT))
+    return _Op("Reshape", _Op("Transpose", heads, perm=IN_HEADS), [-1, whole])
+
+
+def _matrix_width(node: ir.Node) -> int:
+    """Returns the width of a matrix that a node computes; 0 of another value."""
+    shape = [*(node.outputs[0].shape or ())]
+    return shape[1] if len(shape) == 2 and isinstance(shape[1], int) else 0
 
 
 def _is_width(width: int) -> bool:

@@ -11,6 +11,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from tests.export.conftest import BYTES, exported, graphs_of, written
 from tests.export.rewrite.test_kv_cache_int8 import GROUPED, LLAMA, SENTENCES, WRITER
@@ -148,7 +149,7 @@ def attribute(kind: str, name: str, value: Any, place: int = 0) -> Change:
     return change
 
 
-def edge(kind: str, index: int, source: str | np.generic, place: int = 0) -> Change:
+def edge(kind: str, index: int, source: str | np.generic | NDArray[Any], place: int = 0) -> Change:
     """Makes one of the nodes of a kind read an input of the graph, or a new constant."""
 
     def change(graph: ir.Graph) -> None:
@@ -194,7 +195,11 @@ CONDITIONS: dict[str, tuple[str, Change, dict[str, int]]] = {
     ),
     "a residual from before": ("encoder", residual_from_before, APART),
     "another zero of the product": ("encoder", edge("MatMulIntegerToFloat", 4, np.uint8(3)), QUERY),
-    "a zero of the weight": ("encoder", edge("MatMulIntegerToFloat", 5, np.int8(1)), QUERY),
+    "a zero of the weight": (
+        "encoder",
+        edge("MatMulIntegerToFloat", 5, np.ones(32, np.int8)),
+        QUERY,
+    ),
     "a computed scale": ("encoder", edge("MatMulIntegerToFloat", 3, "source"), QUERY),
     "a weight as it is": ("encoder", attribute("Transpose", "perm", [0, 1]), QUERY),
     "keys rounded to other steps": ("encoder", edge("QuantizeLinear", 1, np.float32(2), 5), HEADS),
