@@ -221,15 +221,16 @@ class Shaken(TorchFunctionMode):
             rounded = weight.rounded if isinstance(weight, _Weight) else None
             if rounded is not None:  # rounding after a move would undo it
                 x, weight = rounded.round_input(x, Moved.current), weight.as_subclass(Tensor)
-            output = func(x + x * self._moves(x), weight, *others)
+            output = func(x + x * moves(x, self._generator, ULP), weight, *others)
             if rounded is not None and rounded.offset:
-                output += rounded.offset_sums(x) * self._moves(output)
+                output += rounded.offset_sums(x) * moves(output, self._generator, ULP)
             return output
         return func(*args, **(kwargs or {}))
 
-    def _moves(self, like: Tensor) -> Tensor:
-        moves = torch.rand(like.shape, generator=self._generator).mul_(2 * ULP).sub_(ULP)
-        return moves.to(like.device)
+
+def moves(like: Tensor, generator: torch.Generator, most: float = 1.0) -> Tensor:
+    """Returns random numbers of up to `most`, either sign, of a tensor's shape."""
+    return torch.rand(like.shape, generator=generator).mul_(2 * most).sub_(most).to(like.device)
 
 
 def round_to(x: Tensor, scale: Tensor | float, shift: Shift, least: int, most: int) -> Tensor:

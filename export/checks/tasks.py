@@ -39,7 +39,6 @@ from transferry.runtime.proof.compare import (
     compare,
     limited,
     observe,
-    truth,
 )
 from transferry.runtime.proof.tally import Tally
 from transferry.runtime.proof.units import LEAST
@@ -284,7 +283,8 @@ class ServedTasks:
             yield Findings(comparisons=serving.comparisons(), failing=serving.failing)
             for task, each in chunk:
                 if task == self.main:
-                    self._choose(number, each, serving.served.get(each.row.ids, ()), forcing, tally)
+                    row, found = serving.rows[each.row.ids], serving.served.get(each.row.ids, ())
+                    self._choose(number, row, found, forcing, tally)
                     number += 1
                     yield Findings(steps=1, **self._results(each, serving))
         if self.judges and forcing.tokens:
@@ -427,10 +427,11 @@ class ServedTasks:
         if self.oracle.rounds:
             trained = observe(self.oracle.trained.encoder, case)
         choices = [self._scores(row, tensors) for tensors in (*sides, trained)]
-        given = row, case, truth(case, *sides, least=least), values, choices, self._judged(trained)
         # See `Oracle.compared`.
         shaken = None if shakes else cache(partial(self._of_torch, number, row, SHAKES))
-        return Expected(*given, self.oracle.tolerance, shaken)
+        expected, tolerance = self.oracle.judged(case, sides, least), self.oracle.tolerance
+        given = row, case, expected, values, choices, self._judged(trained)
+        return Expected(*given, tolerance, shaken)
 
     def _judged(self, tensors: Tensors) -> Floats:
         """Returns the vector or scores that no choice is made by; empty where labels are chosen."""

@@ -46,6 +46,7 @@ ROWS = 64  # hypotheses searched together, or more of a small model
 MOST_ROWS, SMALL_LOGITS = 512, 1 << 21
 SCORED_TOKENS = 8192  # in a batch of answers
 SHAKES = 4  # of torch in float32, where an error exceeds its limit
+BORDER_SHAKES = 8  # of values at borders: where few lie at one, each combination gives other bits
 SINGLE = -1  # torch in float32 alone, as `nearby`
 Found = TypeVar("Found")
 
@@ -168,8 +169,8 @@ class Oracle:
     def runs(self, run: Callable[[TorchDecoder], Found], shakes: int = 0) -> list[Found]:
         """Computes on `exact`, `reference` and `others`, and on `reference` shaken some times.
 
-        If it rounds values, `exact` also computes with those at a border rounded to the other
-        integer, the border being as wide as float32 makes it there; see `Borders`.
+        If it rounds values, `exact` also computes several times with those at a border rounded
+        either way, the border being as wide as float32 makes it there; see `Borders`.
         """
         found = [run(side) for side in (self.exact, self.reference, *self.others)]
         found += self.shaken(run, shakes)
@@ -181,9 +182,9 @@ class Oracle:
         with self.reference.rounding(borders):
             for _ in self.shaken(lambda side: run(borders.again(side)), shakes):
                 pass
-        for sign in (-1, 1):
+        for seed in range(BORDER_SHAKES):
             with self.exact.rounding(borders):
-                found.append(run(borders.again(self.exact, sign)))
+                found.append(run(borders.again(self.exact, seed)))
         return found
 
     def sides(self, case: Case, shakes: int = 0) -> tuple[list[Tensors], float]:

@@ -26,6 +26,7 @@ from transferry.export.arithmetic import (
     Rounded,
     Shift,
     copied,
+    moves,
     round_blocks,
     round_to,
     small,
@@ -55,21 +56,21 @@ SIDES = (
 
 
 class Borders:
-    """Widths of the borders of a computation, and its values there rounded the other way.
+    """Widths of the borders of a computation, and its values there rounded by chance.
 
     `BORDER` is the width where a value is as exact as the largest of its block. Where sums cancel,
     or a block is small beside its position, the error in steps is larger. The first pass, in
     float64, sets the integers. Passes in float32 follow them, so that only rounding in float32 is
-    measured, by block; further ones in float64 move each value by 8 times that.
+    measured, by block; further ones in float64 move each value at random, by up to 8 times that.
     """
 
     def __init__(self) -> None:
         self._sites: list[tuple[Tensor, Tensor]] = []  # value in steps, width by block
-        self._site = self._sign = 0
+        self._site, self._generator = 0, torch.Generator()
 
-    def again(self, side: SideT, sign: int = 0) -> SideT:
+    def again(self, side: SideT, seed: int = 0) -> SideT:
         """Begins another pass on a side, which it returns."""
-        self._site, self._sign = 0, sign
+        self._site, self._generator = 0, torch.Generator().manual_seed(seed)
         return side
 
     def begin(self) -> None:
@@ -77,13 +78,15 @@ class Borders:
 
     def __call__(self, x: Tensor, scale: Any, least: int, most: int) -> Tensor:
         """Returns integers for the values of a site; see `arithmetic.Shift`."""
-        steps = x / scale
-        if self._site == len(self._sites):
-            self._sites.append((steps, torch.full_like(steps[..., :1], BORDER)))
-        exact, width = self._sites[self._site]
+        steps, place = x / scale, self._site
         self._site += 1
-        if steps.dtype == exact.dtype:
-            found: Tensor = (steps + self._sign * width).round_()
+        if first := place == len(self._sites):
+            self._sites.append((steps, torch.full_like(steps[..., :1], BORDER)))
+        exact, width = self._sites[place]
+        if first:
+            found: Tensor = steps.round()
+        elif steps.dtype == exact.dtype:
+            found = (steps + width * moves(steps, self._generator)).round_()
         else:
             error = (steps - exact).abs_().amax(dim=-1, keepdim=True)
             torch.maximum(width, Tolerance.factor * error, out=width)
