@@ -26,7 +26,7 @@ from transferry.runtime.engine.tasks.fill_mask import FillMask
 from transferry.runtime.engine.tasks.score import TOO_SHORT, Pair, score
 from transferry.runtime.errors import InputError
 from transferry.runtime.proof.compare import Case, Comparison, Tolerance, limited, observe
-from transferry.runtime.proof.divergence import Divergence, RankErrors, forced
+from transferry.runtime.proof.divergence import Divergence, RankErrors
 from transferry.runtime.proof.report import Claim, Difference
 from transferry.runtime.proof.tally import Tally
 from transferry.runtime.proof.units import logit_errors
@@ -254,12 +254,10 @@ def compare_scores(oracle: Oracle, engine: Engine, pairs: Sequence[Pair]) -> lis
         # Of a text all tokens but the first are scored.
         read = None if oracle.config.encoder_layers else 1
         sources, answers = [row.ids[:read] for row in encoded], [row.tokens for _, row in batch]
-        run = partial(forced, sources=sources, answers=answers, special=oracle.special)
         for shakes in (0, SHAKES):  # see `Oracle.compared`
-            exact, *sides = oracle.runs(run, shakes)
             worst: list[tuple[float, float]] = []
-            for one, (_, row), *moved in zip(exact, batch, *sides, strict=True):
-                own = RankErrors.of(one, moved, oracle.tolerance.floor, borders=bool(oracle.others))
+            judged_rows = oracle.errors(sources, answers, shakes=shakes)
+            for (one, own), (_, row) in zip(judged_rows, batch, strict=True):
                 errors = np.abs(row.log_probabilities - one.log_probabilities)
                 units = own.floor / oracle.tolerance.floor
                 parts = [slice(n, n + 1) for n in range(len(errors))]

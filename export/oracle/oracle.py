@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -78,10 +78,8 @@ class Oracle:
     others: Sequence[TorchDecoder] = ()
     rounds: bool = False
     remembers: bool = False
-    # By source, tokens and how they were ranked: searches share many answers.
-    _scored: dict[tuple[tuple[int, ...], tuple[int, ...], GenerationOptions | None], ExactScore] = (
-        field(default_factory=dict, repr=False)
-    )
+    # By source, tokens, shakes and how they were ranked: searches share many answers.
+    _scored: dict[Any, ExactScore] = field(default_factory=dict, repr=False)
     _truths: dict[tuple[int, int], tuple[Case, Truth]] = field(default_factory=dict, repr=False)
     _expected: dict[Any, list[ExpectedAnswers]] = field(default_factory=dict, repr=False)
 
@@ -264,17 +262,39 @@ class Oracle:
     def explainer(self, decoder: Decoder[Any], options: GenerationOptions) -> Explainer:
         """Returns a judge of differences between the reference's tokens and a decoder's."""
         sides = self.reference, decoder, self.exact
-        return Explainer(*sides, self.special, self.tolerance, options, self.others)
+        wider = partial(self.runs, shakes=SHAKES)
+        return Explainer(*sides, self.special, self.tolerance, options, self.others, wider=wider)
+
+    def errors(
+        self,
+        sources: Sequence[Sequence[int]],
+        answers: Sequence[Sequence[int]],
+        rules: Callable[[Sequence[int]], Rules] | None = None,
+        shakes: int = 0,
+    ) -> list[tuple[Forced, RankErrors]]:
+        """Returns the oracle's scores of the tokens of answers, with torch's own errors.
+
+        For `rules` see `forced`, for `shakes` see `runs`.
+        """
+        given = sources, answers, self.special, rules
+        runs = self.runs(lambda side: forced(side, *given), shakes)
+        floor, borders = self.tolerance.floor, bool(self.others)
+        return [
+            (one, RankErrors.of(one, moved, floor, borders=borders))
+            for one, *moved in zip(*runs, strict=True)
+        ]
 
     def scores(
         self,
         sources: Sequence[Sequence[int]],
         answers: Sequence[Sequence[Hypothesis]],
         options: GenerationOptions,
+        shakes: int = 0,
     ) -> list[list[ExactScore]]:
         """Returns the oracle's score of each hypothesis, normalised by its length.
 
-        The score is NaN where the search failed, so that nothing equals it.
+        The score is NaN where the search failed, so that nothing equals it. For `shakes` see
+        `runs`; without them a score has its `wider` form.
         """
         # Only beam search has scores that rules changed.
         ranked = options if options.reranks and options.beam > 1 else None
@@ -287,36 +307,39 @@ class Oracle:
                 has_encoder=bool(self.config.encoder_layers),
             )
         keys = [
-            [(tuple(source), item.scored_tokens, ranked) for item in hypotheses]
+            [(tuple(source), item.scored_tokens, ranked, shakes) for item in hypotheses]
             for source, hypotheses in zip(sources, answers, strict=True)
         ]
         # A search that failed has no tokens.
         new = [key for key in dict.fromkeys(chain(*keys)) if key[1] and key not in self._scored]
-        sides = self.exact, self.reference, *self.others
-        for key, (one, *moved) in self._forced(new, sides, rules):
-            errors = RankErrors.of(one, moved, self.tolerance.floor, borders=bool(self.others))
+        measure = partial(self.errors, rules=rules, shakes=shakes)
+        for key, (one, errors) in self._batched(new, measure):
             own = errors.allowed(self.tolerance) / self.tolerance.factor
             rounding = errors.rounding if self.others else np.inf
             self._scored[key] = ExactScore(float(one.ranks.sum()), own, rounding)
 
-        def score(key: Any) -> ExactScore:
+        def wider(source: Sequence[int], item: Hypothesis) -> ExactScore:
+            return self.scores([source], [[item]], options, SHAKES)[0][0]
+
+        def score(key: Any, source: Sequence[int], item: Hypothesis) -> ExactScore:
             whole = self._scored.get(key, ExactScore(np.nan, self.tolerance.floor))
-            length = max(1, len(key[1]))
-            return ExactScore(
-                *(length_normalised(each, length, options.length_penalty) for each in whole)
-            )
+            length, penalty = max(1, len(key[1])), options.length_penalty
+            one, own, rounding = (length_normalised(each, length, penalty) for each in whole[:3])
+            return ExactScore(one, own, rounding, None if shakes else partial(wider, source, item))
 
-        return [[score(key) for key in row] for row in keys]
+        return [
+            [score(key, source, item) for key, item in zip(row, hypotheses, strict=True)]
+            for row, source, hypotheses in zip(keys, sources, answers, strict=True)
+        ]
 
-    def _forced(
-        self, keys: Sequence[Any], sides: Sequence[TorchDecoder], rules: Any = None
-    ) -> Iterator[tuple[Any, tuple[Forced, ...]]]:
-        """Yields each of some sources and answers, with the result of each side."""
+    def _batched(
+        self, keys: Sequence[Any], measure: Callable[[Any, Any], Iterable[Found]]
+    ) -> Iterator[tuple[Any, Found]]:
+        """Measures sources and answers in batches; yields each with its measurement."""
         for batch in self.batches([len(key[1]) for key in keys], self.rows, SCORED_TOKENS):
             chosen = [keys[index] for index in batch]
-            given = [key[0] for key in chosen], [key[1] for key in chosen], self.special, rules
-            found = (forced(side, *given) for side in sides)
-            yield from zip(chosen, zip(*found, strict=True), strict=True)
+            given = [key[0] for key in chosen], [key[1] for key in chosen]
+            yield from zip(chosen, measure(*given), strict=True)
 
     def scored(
         self,
@@ -347,7 +370,8 @@ class Oracle:
         # A token's unit is larger than its own part of the score.
         near = {each for each in judged if each.apart <= least * abs(each.item.score)}
         keys = dict.fromkeys(each.key for each in judged if each not in near and each.key[1])
-        for key, (one,) in self._forced([*keys], [self.reference]):
+        measure = partial(forced, self.reference, special=self.special)
+        for key, one in self._batched([*keys], measure):
             size = np.maximum(logit_units(one.logits), -one.log_probabilities).sum()
             units[key] = length_normalised(size, len(key[1]), options.length_penalty)
         near |= {each for each in judged if each.apart <= least * units.get(each.key, np.nan)}
@@ -373,7 +397,8 @@ class Oracle:
             options = GenerationOptions(**settings)
             answers = search(self.reference, sources, options, self.special)
             exact = self.scores(sources, answers, options)
-            scores, owns = ([[one[part] for one in row] for row in exact] for part in (0, 1))
+            scores = [[one.score for one in row] for row in exact]
+            owns = [[one.own for one in row] for row in exact]
             tokens = [[hypothesis.tokens for hypothesis in row] for row in answers]
             ends = [[hypothesis.end for hypothesis in row] for row in answers]
             searches.append(RecordedSearch(name, settings, tokens, scores, owns, ends))

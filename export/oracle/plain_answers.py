@@ -16,7 +16,7 @@ from transferry.runtime.decoding.decoder import Decoder
 from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.engine.tasks.generate import GenerationResult
 from transferry.runtime.proof.report import Decisions, Difference
-from transferry.runtime.proof.tally import ExactScore, ExpectedAnswers, Tally
+from transferry.runtime.proof.tally import ExpectedAnswers, Tally
 from transferry.runtime.tokenizer.special_tokens import AnyTokenizer
 
 PLAINLY = "plain search"
@@ -152,20 +152,12 @@ class PlainAnswers:
         if wrong:
             return Decisions(name, len(rows), 0, 0.0, defects=wrong)
         wanted = [row.answers() for row in rows]
-        exact = self.oracle.scores([row.source for row in rows], wanted, options)
-        # The plain score is torch's, and off by its own error.
-        known = [
-            [ExactScore(one.score, score.own * 9 / 8) for one, score in zip(*pair, strict=True)]
-            for pair in zip(wanted, exact, strict=True)
-        ]
-        expected = ExpectedAnswers(
-            range(len(rows)), [row.source for row in rows], wanted, known if options.scores else ()
-        )
-        tally, scored = (
-            Tally(name, self.oracle.tolerance),
-            partial(self.oracle.scores, options=options),
-        )
-        answers = [[result.hypotheses] for result in found[: len(rows)]]
+        sources, scored = [row.source for row in rows], partial(self.oracle.scores, options=options)
+        exact = scored(sources, wanted) if options.scores else ()
+        expected = ExpectedAnswers(range(len(rows)), sources, wanted, exact)
+        # The plain scores are torch's too.
+        answers = [[one.hypotheses, plain] for one, plain in zip(found, wanted, strict=False)]
+        tally = Tally(name, self.oracle.tolerance)
         tally.add(expected, answers, self.oracle.explainer(self.decoder, options), scored)
         for row, result in zip(rows, found, strict=False):
             for one in result.hypotheses:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import Any, Generic
+from typing import Any, Generic, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,12 @@ from transferry.runtime.tokenizer.byte_pair import SpecialTokens
 # `Tolerance.budget`. Errors of all tokens of a vocabulary are about 3 times those of one, so that
 # chance reaches it at 6 standard deviations.
 CROSSED_TIMES = 2.0
+
+
+# Returns the scores of answers that each side gives.
+Runs: TypeAlias = Callable[
+    [Callable[[Decoder[Any]], Sequence["Forced"]]], Sequence[Sequence["Forced"]]
+]
 
 
 @dataclass(frozen=True)
@@ -89,6 +95,8 @@ class Explainer:
         others: More measures of rounding, besides the reference.
         same_search: Whether `search` found the expected answers too, in a batch: those that it
             finds for a source alone are then as good.
+        wider: Runs on these decoders, and with more roundings; asked before a difference is a
+            defect.
     """
 
     reference: Decoder[Any]
@@ -99,6 +107,7 @@ class Explainer:
     options: GenerationOptions
     others: Sequence[Decoder[Any]] = ()
     same_search: bool = False
+    wider: Runs | None = None
 
     def __call__(
         self,
@@ -131,8 +140,15 @@ class Explainer:
         if not pairs:
             both = _first_difference([_finished(wanted)], [_finished(found)])
             return Divergence(0, *both, 0.0, 0.0, 0.0)
-        compared = (self._compared(source, *pair, row_id) for pair in pairs)
-        return min(compared, key=lambda one: one.margin - one.allowed)
+        for runs in (self._runs, self.wider or self._runs):
+            compared = (self._compared(source, *pair, row_id, runs) for pair in pairs)
+            nearest = min(compared, key=lambda one: one.margin - one.allowed)
+            if nearest.passes or self.wider is None:
+                break
+        return nearest
+
+    def _runs(self, run: Callable[[Decoder[Any]], Sequence[Forced]]) -> list[Sequence[Forced]]:
+        return [run(side) for side in (self.oracle, self.reference, *self.others)]
 
     def _compared(
         self,
@@ -141,6 +157,7 @@ class Explainer:
         right: tuple[int, ...],
         penalty: float,
         row_id: int,
+        runs: Runs,
     ) -> Divergence:
         """Measures the margin of two candidates; see `explain`."""
         if not left or not right:
@@ -152,18 +169,12 @@ class Explainer:
         if self.options.beam == 1:
             # The search chose here, without knowing the rest or the score of the whole.
             left, right, penalty = left[: step + 1], right[: step + 1], 0.0
-        exact, *rounded = (
-            forced(side, [source] * 2, [left, right], self.special, self._rules)
-            for side in (self.oracle, self.reference, *self.others)
-        )
+        given = [source] * 2, [left, right], self.special, self._rules
+        exact, *rounded = runs(lambda side: forced(side, *given))
+        floor, borders = self.tolerance.floor, bool(self.others)
         errors = [
-            RankErrors.of(
-                one,
-                [side[place] for side in rounded],
-                self.tolerance.floor,
-                borders=bool(self.others),
-            )
-            for place, one in enumerate(exact)
+            RankErrors.of(one, moved, floor, borders=borders)
+            for one, *moved in zip(exact, *rounded, strict=True)
         ]
         if self.options.sample:
             logits = self._rules(source).logits(exact[0].logits[step : step + 1], left[:step])[0]

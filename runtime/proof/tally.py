@@ -39,11 +39,13 @@ class ExactScore(NamedTuple):
             tolerance's factor.
         rounding: How far it is off at most if no value crossed the border of two integers; infinity
             where none can.
+        wider: Returns the score with torch's error of more roundings; None where none are measured.
     """
 
     score: float
     own: float
     rounding: float = math.inf
+    wider: Callable[[], ExactScore] | None = None
 
 
 # Returns the oracle's scores of the hypotheses of some sources.
@@ -185,7 +187,7 @@ class Tally:
             known = batch.scores[place] if batch.scores else ()
             if row.same:
                 self._crossed += [_crossed(row.same, known), _crossed([row.wanted], known)]
-            self._count(row, _errors(row.same, known))
+            self._count(row, self._errors(row.same, known))
 
     def _compare_excused(self, rows: Sequence[_Row], scored: Scored) -> None:
         """Makes defects of excused answers whose scores are wrong."""
@@ -194,7 +196,7 @@ class Tally:
             return
         exact = scored([source for source, _ in excused], [each.found[0] for _, each in excused])
         for (_, each), scores in zip(excused, exact, strict=True):
-            if wrong := self._wrong(_errors(each.found, scores)):
+            if wrong := self._wrong(self._errors(each.found, scores)):
                 message = f"{each.difference.message}, but {wrong}"
                 each.difference = replace(each.difference, message=message)
                 each.allowed = False
@@ -215,6 +217,23 @@ class Tally:
         )
         self._differing[row.number] = row.source, left, right
         self.differ(worst.difference, worst.allowed)
+
+    def _errors(
+        self, answers: Sequence[Sequence[Hypothesis]], exact: Sequence[ExactScore]
+    ) -> list[Error]:
+        """Returns the error of each score, and torch's own; none without exact scores.
+
+        Unless a row is wrong already, a score beyond its limit is measured with more roundings.
+        """
+        found = []
+        for item, one in (
+            pair for each in (answers if exact else ()) for pair in zip(each, exact, strict=True)
+        ):
+            within = abs(item.score - one.score) <= self._factor * one.own
+            if not within and one.wider is not None and not self._defects:
+                one = one.wider()
+            found.append((abs(item.score - one.score), one.own))
+        return found
 
     def _wrong(self, errors: Sequence[Error]) -> str:
         """Describes the worst of some errors of scores if it exceeds its limit, else empty.
@@ -275,15 +294,6 @@ class Tally:
             return difference
         source, expected, found = map(decode, tokens)
         return replace(difference, source=source, expected=expected, found=found)
-
-
-def _errors(answers: Sequence[Sequence[Hypothesis]], exact: Sequence[ExactScore]) -> list[Error]:
-    """Returns the error of each score, and torch's own; none without exact scores."""
-    return [
-        (abs(item.score - one.score), one.own)
-        for found in (answers if exact else ())
-        for item, one in zip(found, exact, strict=True)
-    ]
 
 
 def _crossed(answers: Sequence[Sequence[Hypothesis]], exact: Sequence[ExactScore]) -> float:

@@ -276,6 +276,9 @@ def test_one_answer_of_large_error_widens_no_other(
     owns = [[row[0].own for row in each] for each in (together, alone)]
     assert owns[0] == pytest.approx(owns[1], rel=0.5)
     assert max(row[0].own for row in together) < 1e-5
+    wider = [row[0].wider().own for row in together if row[0].wider is not None]
+    assert all(one >= row[0].own for one, row in zip(wider, together, strict=True))
+    assert max(wider) > max(owns[0]), "torch is shaken"
 
 
 def test_a_logit_far_below_makes_no_ties(
@@ -431,6 +434,8 @@ def test_what_torch_gives_alone_is_a_tie(oracle: Oracle, source: list[int], last
     assert shared.explain(source, batched, alone).tie
     assert not shared.explain(source, alone, batched).passes
     assert not explainer.explain(source, batched, alone).passes, "another search has no excuse"
+    wider = replace(explainer, wider=lambda run: [run(oracle.exact), run(sides[1])])
+    assert wider.explain(source, batched, alone).passes, "more roundings are measured before"
 
 
 SAMPLE = GenerationOptions(max_length=12, sample=True, seed=4)

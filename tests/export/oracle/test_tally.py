@@ -77,6 +77,22 @@ def test_a_tie_excuses_no_wrong_score() -> None:
     assert len(tally.decisions().defects) == 1
 
 
+def test_a_wrong_score_is_measured_with_more_roundings() -> None:
+    """Before it is a defect; after one, no other is."""
+    asked = []
+
+    def wider() -> ExactScore:
+        asked.append(1)
+        return ExactScore(-1.0, 1e-3)
+
+    exact, wanted = ExactScore(-1.0, 1e-6, wider=wider), ended(4)
+    tally = Tally("greedy", Tolerance())
+    for score, times, defects in ((-1.0, 0, 0), (-1.001, 1, 0), (-1.1, 2, 1), (-1.001, 2, 2)):
+        batch = ExpectedAnswers([0], [[9]], [wanted], [[exact]])
+        tally.add(batch, [[ended(4, score=score)]], tied)
+        assert (len(asked), len(tally.decisions().defects)) == (times, defects)
+
+
 def tied(row: int, *rest: Any) -> tuple[Difference, bool]:
     return Difference(row, "a tie", 0.0, 1.0, 1.0), True
 
