@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.commands import call, done
+from tests.commands import call, done, fails
 from transferry import Engine
 from transferry.runtime.jobs.formats.openai_batch import (
     NEUTRAL,
@@ -133,8 +133,16 @@ def test_every_row_has_its_own_settings(writer: Engine, tmp_path: Path) -> None:
         (alone,) = writer.generate(["the cat"], first_row=number, **options)
         texts = [choice["text"] for choice in body["choices"]]
         assert texts == [one.text for one in alone.hypotheses], options
-        written = sum(len(one.tokens) for one in alone.hypotheses)
-        assert body["usage"]["completion_tokens"] == written
+        assert (body["object"], body["model"], body["created"]) == ("text_completion", "ours", 0)
+        for choice, one in zip(body["choices"], alone.hypotheses, strict=True):
+            stopped = "length" if one.finish_reason == "length" else "stop"
+            assert choice["finish_reason"] == stopped
+        read, written = alone.source_tokens, sum(len(one.tokens) for one in alone.hypotheses)
+        assert body["usage"] == {
+            "prompt_tokens": read,
+            "completion_tokens": written,
+            "total_tokens": read + written,
+        }
     summary = json.loads((tmp_path / "out.jsonl.summary.json").read_text())
     assert summary["repeated"] == 5, "rows that do not sample, each a second time"
 
@@ -181,6 +189,7 @@ def test_lists_of_prompts(writer: Engine, tmp_path: Path) -> None:
         asked(texts, max_tokens=5),
         asked(texts[:2], max_tokens=5, **drawn),
         *(asked(ids, max_tokens=5), asked(ids[0], max_tokens=5), asked(["x", ""], max_tokens=5)),
+        asked(ids[0], max_tokens=1_000_000),
     ]
     found = answered(tmp_path, writer.bundle.folder, lines(TEXT, *rows), code=6)
     choices = [each["choices"] for each in bodies(found)[:4]]
@@ -198,6 +207,7 @@ def test_lists_of_prompts(writer: Engine, tmp_path: Path) -> None:
     assert choices[3][0] == choices[2][0]
     error = bodies(found)[4]["error"]
     assert (error["code"], error["message"][:8]) == ("empty", "input 1:")
+    assert found[5]["response"]["status_code"] == 200
     table = tmp_path / "out.csv"
     run = "run", writer.bundle.folder, tmp_path / "in.jsonl", "--format-in", "openai", "-o", table
     assert "csv output has one answer a request" in call(*run).stderr
@@ -224,9 +234,10 @@ def test_embeddings(reader: Engine, tmp_path: Path) -> None:
         assert np.array_equal(each, vectors)
     assert np.array_equal(read[6], vectors[:, :3]), "as truncate_dim of sentence-transformers"
     tokens = reader.bundle.tokenizer.special.wrap(reader.bundle.tokenizer.encode("a cat"))
-    (same,) = bodies(
-        answered(tmp_path, reader.bundle.folder, lines(VECTOR, asked(tokens, VECTOR)), *task)
-    )
+    # The requests tell the task.
+    (same,) = bodies(answered(tmp_path, reader.bundle.folder, lines(VECTOR, asked(tokens, VECTOR))))
+    run: list[Any] = ["run", reader.bundle.folder, tmp_path / "in.jsonl", "--format-in", "openai"]
+    fails(2, "asks for task embed, not fill-mask; add --task embed", *run, "--task", "fill-mask")
     assert np.array_equal(unpacked(same["data"][0]["embedding"]), vectors[0])
     assert same["usage"] == {"prompt_tokens": len(tokens), "total_tokens": len(tokens)}
     assert np.array_equal(read[2][0], read[3][0])

@@ -244,23 +244,6 @@ def test_a_table_keeps_its_delimiter(tmp_path: Path, delimiter: str) -> None:
     assert merged(source, whole, column="text") == whole.read_bytes()
 
 
-def test_parquet_to_csv_and_jsonl(tmp_path: Path) -> None:
-    table = frame()[["text", "id", "score"]]
-    table.to_parquet(tmp_path / "in.parquet")
-    run(tmp_path / "in.parquet", tmp_path / "out.csv")
-    names, rows = cells(tmp_path / "out.csv")
-    assert names[:5] == ["text", "id", "score", "key", "transferry_text"]
-    assert [row["id"] for row in rows] == [str(number) for number in table["id"]]
-    assert [row["text"] for row in rows] == [text or "" for text in table["text"].fillna("")]
-    run(tmp_path / "in.parquet", tmp_path / "out.jsonl")
-    records = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    assert list(records[0]) == [
-        *("id", "score", "key", "source", "text", "transferry_score"),
-        *("finish_reason", "target_tokens", "source_tokens"),
-    ]
-    assert [record["id"] for record in records] == table["id"].tolist()
-
-
 COLUMNS = 'title,body,id,text\n"a, b",eins,1,x\n,zwei,2,y\ndrei,,3,z\n,,4,w\n'
 
 

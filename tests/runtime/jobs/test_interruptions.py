@@ -257,13 +257,6 @@ def test_an_interruption_says_what_is_saved(source: Path, at: int, said: str) ->
     assert finish_as_if_never_stopped(source).rows == ROWS
 
 
-@pytest.mark.parametrize("rows", [0, 1, 3, 6])
-def test_chunks_that_end_where_the_input_does(source: Path, rows: int) -> None:
-    write_rows(source, rows)
-    assert len(run(source).splitlines()) == rows
-    assert make_job(source).run().finished_before
-
-
 def fill(source: Path, limited: Callable[[], contextlib.AbstractContextManager[None]]) -> str:
     """Runs a job where there is too little room, and then where there is enough."""
     with limited(), pytest.raises(InputError, match=r"out\.jsonl: cannot be written: ") as failure:

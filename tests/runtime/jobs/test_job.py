@@ -4,7 +4,6 @@ import gzip
 import hashlib
 import io
 import json
-import math
 import sys
 from itertools import product
 from pathlib import Path
@@ -71,24 +70,6 @@ def test_text_has_many_names(source: Path, name: str) -> None:
     assert run(source, name).decode() == AS_TEXT
 
 
-def test_jsonl_with_n_best(source: Path, out: Path) -> None:
-    run(source, generation={"beam": 2, "n_best": 2})
-    first, empty, *_ = read_records(out)
-    assert first["text"] == "EINS ZWEI"
-    assert first["n_best"] == [
-        {"text": "EINS ZWEI", "score": -0.25000004, "finish_reason": "end"},
-        {"text": "iewz snie", "score": -0.5, "finish_reason": "length"},
-    ]
-    assert empty["n_best"] == []
-
-
-def test_jsonl_without_scores_has_null(source: Path, out: Path) -> None:
-    assert b"NaN" not in run(source, engine=Echo(score=math.nan))
-    first, empty, *_ = read_records(out)
-    assert first["score"] is None
-    assert "score" not in empty
-
-
 @pytest.mark.parametrize("kind", ["txt", "jsonl"])
 @pytest.mark.parametrize("line_break", ["\n", "\r\n", "\r", "\n\n", "\x0b", "\x85", "\u2028"])
 def test_line_breaks_in_outputs_keep_the_lines_apart(
@@ -102,17 +83,6 @@ def test_line_breaks_in_outputs_keep_the_lines_apart(
         assert [" ".join(line.split()) for line in lines] == ["a b", "", "a b", "a b"]
     else:
         assert json.loads(found.split(b"\n")[0])["text"] == f"a{line_break}b{line_break}"
-
-
-@pytest.mark.parametrize("kind", ["txt", "jsonl"])
-def test_gzip_in_and_out(source: Path, tmp_path: Path, kind: str) -> None:
-    packed = tmp_path / "source.gz"
-    packed.write_bytes(gzip.compress(source.read_bytes()))
-    plain = run(source, f"plain.{kind}")
-    assert kind == "jsonl" or plain.decode() == AS_TEXT
-    first = run(packed, f"first.{kind}.gz")
-    assert gzip.decompress(first) == plain
-    assert run(packed, f"second.{kind}.gz") == first
 
 
 def test_summary_counts(source: Path) -> None:
@@ -257,11 +227,6 @@ def test_a_failing_engine_or_an_input_that_breaks_off_leaves_nothing(
     assert names(tmp_path) == {"source.txt"}
 
 
-def test_a_missing_folder_is_named(source: Path) -> None:
-    with pytest.raises(InputError, match="out: cannot be written: No such file or directory"):
-        run(source, "absent/out")
-
-
 def test_standard_streams(
     monkeypatch: pytest.MonkeyPatch, capsysbinary: pytest.CaptureFixture[bytes], tmp_path: Path
 ) -> None:
@@ -272,35 +237,6 @@ def test_standard_streams(
     assert make_job(STANDARD_STREAM, STANDARD_STREAM).run().rows == len(LINES)
     assert capsysbinary.readouterr().out.decode() == AS_TEXT
     assert Path("-").read_bytes() == b"", "standard output is no file"
-
-
-def test_bytes_that_are_no_text_are_an_error_of_their_row(source: Path, out: Path) -> None:
-    source.write_bytes(b"eins\ncaf\xe9\nzwei\n")
-    assert make_job(source).run().errors == {"undecodable": 1}
-    first, bad, last = read_records(out)
-    assert (bad["id"], bad["source"], bad["text"]) == (1, "", "")
-    assert bad["error"]["kind"] == "undecodable"
-    assert (first["text"], last["text"]) == ("EINS", "ZWEI")
-
-
-def test_fields_and_ids_pass_through(tmp_path: Path) -> None:
-    source = tmp_path / "source.tsv"
-    source.write_text("id\tde\tweight\na\teins, zwei\t0.10\nb\t\t7\n")
-    header, first, bad = run(source, "out.csv", column="de").decode().splitlines()
-    names = "id,de,weight,text,score,finish_reason,target_tokens,source_tokens,truncated"
-    assert header == f"{names},error_kind,error_message"
-    assert first == 'a,"eins, zwei",0.10,"EINS, ZWEI",-0.25000004,end,3,3,false,,'
-    assert bad == "b,,7,,,error,,1,false,empty,there is no text to work on"
-
-
-def test_a_field_that_the_output_cannot_hold(tmp_path: Path, out: Path) -> None:
-    source = tmp_path / "source.jsonl"
-    source.write_text('{"text": "a", "x": [1]}\n{"text": "b", "score": 2}\n')
-    assert make_job(source).run().errors == {"fields": 1}
-    good, bad = read_records(out)
-    assert good["x"] == [1]
-    assert bad["error"]["kind"] == "fields"
-    assert "score" not in bad
 
 
 def test_a_summary_lies_beside_the_output(source: Path, out: Path) -> None:
@@ -368,11 +304,6 @@ def test_a_task_refuses_the_options_of_others() -> None:
             with pytest.raises(UsageError) as refused:
                 JobOptions(**options)
             assert f"{shown} has no effect on task {task}, only on {takers};" in str(refused.value)
-
-
-def test_a_partition_of_standard_input_is_refused(out: Path) -> None:
-    with pytest.raises(UsageError, match="so it cannot be of stdin"):
-        make_job(STANDARD_STREAM, out, partition="1/2")
 
 
 def test_an_engine_is_watched_by_its_job_alone(source: Path) -> None:

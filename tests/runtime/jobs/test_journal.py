@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.runtime.jobs.helpers import contents, names
-from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.errors import InputError
 from transferry.runtime.jobs.journal import (
     JOB,
     JOB_FORMAT,
@@ -21,7 +21,6 @@ from transferry.runtime.jobs.journal import (
     Journal,
     differences,
 )
-from transferry.runtime.jobs.summary import Tally
 
 FINGERPRINT = {"task": "generate", "beam": 4, "prefix": [1, 2]}
 
@@ -50,18 +49,6 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-def test_what_was_finished_is_found_again(folder: Path) -> None:
-    with begun(folder) as journal:
-        assert [path.read_bytes() for path in journal.files] == [b"one", b"two", b"three"]
-        assert [chunk.first for chunk in journal.chunks] == [0, 2, 4]
-        assert journal.rows == 6
-        finish(journal, b"four")
-    with begun(folder, force=True) as journal:
-        assert journal.rows == 8, "force throws away only what does not fit"
-        assert [chunk.session for chunk in journal.chunks] == [0, 0, 0, 1]
-        assert journal.session == 2
-
-
 @pytest.mark.parametrize(
     "tail",
     [b'{"first": 6, "rows"', b"\0\0\0\0", b"\0\0\0\n", b"17\n", b'{"first": 6, "lines": 2}\n'],
@@ -77,16 +64,6 @@ def test_a_torn_line_is_no_finished_chunk(folder: Path, tail: bytes) -> None:
         finish(journal, b"four")
     with begun(folder) as journal:
         assert journal.rows == 8
-
-
-@pytest.mark.parametrize("cut", range(1, 12))
-def test_a_line_may_be_torn_anywhere(folder: Path, cut: int) -> None:
-    content = (folder / JOURNAL).read_bytes()
-    last = len(content.splitlines(keepends=True)[-1])
-    (folder / JOURNAL).write_bytes(content[: len(content) - last * cut // 12 - 1])
-    with Journal.locked(folder) as journal:
-        journal.begin(FINGERPRINT, force=False)
-        assert journal.rows == 4
 
 
 @pytest.mark.parametrize("damage", ["gone", "shorter", "changed", "line", "gap"])
@@ -108,18 +85,6 @@ def test_what_is_damaged_is_computed_again_and_all_behind_it(folder: Path, damag
         assert "finished chunks are damaged or gone and will be computed again" in note
         assert journal.rows == 2
         assert path.read_bytes() == lines[0]
-
-
-def test_another_job_is_refused_by_name(folder: Path) -> None:
-    other = FINGERPRINT | {"beam": 5, "prefix": [], "seed": 1}
-    expected = "beam was 4, is 5; prefix was .1, 2., is ..; seed was not set, is 1. Finish it with"
-    with Journal.locked(folder) as journal, pytest.raises(InputError, match=expected):
-        journal.begin(other, force=False)
-    with begun(folder) as journal:
-        assert journal.rows == 6, "a refusal changes nothing"
-    with begun(folder, other, force=True) as journal:
-        assert list(journal.chunks) == []
-        assert names(folder) == {JOB, JOURNAL, LOCK}
 
 
 @pytest.mark.parametrize("form", [None, 3, JOB_FORMAT + 1])
@@ -193,40 +158,6 @@ def test_another_job_that_finished_nothing_is_in_nobodys_way(tmp_path: Path) -> 
         assert names(folder) == {JOB, JOURNAL, LOCK}
 
 
-def test_what_lost_its_job_file_is_no_job(folder: Path) -> None:
-    """A kill while the folder was removed, or before a forced job had begun."""
-    (folder / JOB).unlink()
-    with begun(folder, {"beam": 1}) as journal:
-        assert list(journal.chunks) == []
-
-
-@pytest.mark.parametrize("where", ["before", "while reading"])
-def test_an_error_before_anything_is_read_loses_nothing(
-    folder: Path, where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = names(folder)
-
-    def stop(chunk: Chunk, file: Path) -> bool:
-        raise KeyboardInterrupt
-
-    with Journal.locked(folder) as journal, pytest.raises(KeyboardInterrupt):
-        if where == "before":
-            raise KeyboardInterrupt
-        monkeypatch.setattr(Chunk, "is_intact", stop)
-        journal.begin(FINGERPRINT, force=False)
-    assert names(folder) == before
-
-
-def test_the_second_of_two_is_refused(tmp_path: Path) -> None:
-    folder = tmp_path / "out.job"
-    message = r"out\.job is in use: another job writes the same"
-    with begun(folder) as journal:
-        with pytest.raises(UsageError, match=message), Journal.locked(folder):
-            pass
-        finish(journal, b"one")
-    assert (folder / JOB).exists()
-
-
 def test_a_lock_that_was_removed_while_it_was_opened_is_none(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -250,17 +181,3 @@ def test_a_lock_that_was_removed_while_it_was_opened_is_none(
         assert removed
         assert len(locked) == 2
         assert os.path.samestat(os.fstat(locked[-1]), file.stat())
-
-
-def test_tallies_add_up() -> None:
-    total = Tally()
-    total.add(Tally(3, {"empty": 1}, 1, 10, 20, -1.5, 2.0, "", bad_rows=1))
-    total.add(Tally(2, {"empty": 1, "too-long": 1}, 0, 1, 2, -0.5, 1.0, "line 4: x", bad_rows=2))
-    assert total == Tally(
-        5, {"empty": 2, "too-long": 1}, 1, 11, 22, -2.0, 3.0, "line 4: x", bad_rows=3
-    )
-
-
-def test_differences() -> None:
-    assert differences({"a": 1, "b": 2}, {"b": 2, "a": 1}) == []
-    assert differences({"a": 1, "b": 2}, {"a": 1}) == ["b was 2, is not set"]

@@ -17,8 +17,6 @@ from tests.runtime.jobs.helpers import (
     LocalRunner,
     by_workers,
     contents,
-    make_job,
-    read_records,
     run,
 )
 from transferry.runtime.errors import InputError, UsageError
@@ -78,15 +76,6 @@ def test_every_format_is_joined(source: Path, suffix: str, tmp_path: Path) -> No
     out = tmp_path / f"out{suffix}"
     merge(partitions(source, 3, suffix, **options), out)
     assert out.read_bytes() == run(source, f"whole{suffix}", **options)
-
-
-def test_a_partition_is_resumed(source: Path, tmp_path: Path) -> None:
-    out = tmp_path / "2of2.jsonl"
-    with pytest.raises(RuntimeError):
-        run(source, out, engine=Echo(fail_at=4), partition="2/2")
-    assert make_job(source, out, partition="2/2").run().resumed == 1
-    assert make_job(source, out, partition="2/2").run().finished_before
-    assert [record["source"] for record in read_records(out)] == [f"text {n}" for n in range(6, 11)]
 
 
 @pytest.mark.parametrize(

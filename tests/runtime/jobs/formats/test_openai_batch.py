@@ -1,4 +1,4 @@
-"""Batches as the OpenAI API has them: requests in, responses out, in order."""
+"""Requests of the OpenAI API as they are parsed; tests/end_to_end/test_openai.py answers them."""
 
 import json
 import re
@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.commands import call, done
-from transferry import Engine
 from transferry.runtime.engine.result import RowError
 from transferry.runtime.jobs.formats.openai_batch import SETTINGS, Request, parse_request
 
@@ -26,77 +25,6 @@ def request(number: int, prompt: Any, url: str = TEXT, **settings: Any) -> dict[
 def written(path: Path, *requests: Any) -> Path:
     path.write_text("".join(f"{json.dumps(each)}\n" for each in requests))
     return path
-
-
-def responses(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def test_completions(writer_bundle_folder: Path, tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"max_tokens": 5, "temperature": 0}
-    prompts = ["the cat", "two men", "the cat", ""]
-    rows = [request(n, prompt, **settings) for n, prompt in enumerate(prompts)]
-    rows.insert(2, request(9, "another", temperature=0, max_tokens=4))
-    source, out = written(tmp_path / "in.jsonl", *rows), tmp_path / "out.jsonl"
-    run = ("run", writer_bundle_folder, source, "--format-in", "openai", "-o", out)
-    ended = call(*map(str, run))
-    assert ended.exit_code == 6, "an empty prompt"
-    found = responses(out)
-    assert [each["custom_id"] for each in found] == [row["custom_id"] for row in rows]
-    assert [each["response"]["status_code"] for each in found] == [200, 200, 200, 200, 400]
-    assert [each["error"] for each in found] == [None] * 5
-    assert found[4]["response"]["body"]["error"]["code"] == "empty"
-    with Engine.load(writer_bundle_folder) as engine:
-        for each, prompt in zip(found[:2], prompts, strict=False):
-            (answer,) = engine.generate([prompt], max_length=5, sample=False)
-            body = each["response"]["body"]
-            assert body["object"] == "text_completion"
-            assert (body["model"], body["created"]) == ("ours", 0)
-            reason = "length" if answer.hypotheses[0].finish_reason == "length" else "stop"
-            (choice,) = body["choices"]
-            assert (choice["text"], choice["finish_reason"]) == (answer.text, reason)
-            assert body["usage"] == {
-                "prompt_tokens": answer.source_tokens,
-                "completion_tokens": answer.target_tokens,
-                "total_tokens": answer.source_tokens + answer.target_tokens,
-            }
-    before = out.read_bytes()
-    assert call(*map(str, run), "--force").exit_code == 6
-    assert out.read_bytes() == before, "the same bytes, whatever the time"
-
-
-def test_several_choices_are_samples(writer_bundle_folder: Path, tmp_path: Path) -> None:
-    rows = [request(n, "the cat", n=3, temperature=0.9, seed=4, max_tokens=6) for n in range(2)]
-    source, out = written(tmp_path / "in.jsonl", *rows), tmp_path / "out.jsonl"
-    done("run", writer_bundle_folder, source, "--format-in", "openai", "-o", out)
-    for number, each in enumerate(responses(out)):
-        choices = each["response"]["body"]["choices"]
-        assert [choice["index"] for choice in choices] == [0, 1, 2]
-        with Engine.load(writer_bundle_folder) as engine:
-            settings: dict[str, Any] = dict(sample=True, n_best=3, temperature=0.9, seed=4)
-            (wanted,) = engine.generate(["the cat"], first_row=number, max_length=6, **settings)
-        assert [choice["text"] for choice in choices] == [one.text for one in wanted.hypotheses]
-
-
-def test_token_ids_and_generous_limits(writer_bundle_folder: Path, tmp_path: Path) -> None:
-    rows = [request(0, [5, 6, 7], max_tokens=1_000_000), request(1, [5], max_tokens=1_000_000)]
-    source, out = written(tmp_path / "in.jsonl", *rows), tmp_path / "out.jsonl"
-    done("run", writer_bundle_folder, source, "--format-in", "openai", "-o", out)
-    assert {each["response"]["status_code"] for each in responses(out)} == {200}
-
-
-def test_embeddings(reader_bundle_folder: Path, tmp_path: Path) -> None:
-    source = written(tmp_path / "in.jsonl", request(0, "a cat", VECTOR), request(1, "b", VECTOR))
-    out = tmp_path / "out.jsonl"
-    run = ("run", reader_bundle_folder, source, "--format-in", "openai", "-o", out)
-    refused = call(*map(str, run), "--task", "fill-mask")
-    assert refused.exit_code == 2
-    assert "asks for task embed, not fill-mask; add --task embed" in refused.stderr
-    done(*run)
-    with Engine.load(reader_bundle_folder) as engine:
-        for each, wanted in zip(responses(out), engine.embed(["a cat", "b"]), strict=True):
-            (data,) = each["response"]["body"]["data"]
-            assert data["embedding"] == [float(str(number)) for number in wanted.vector]
 
 
 def test_other_formats_hold_the_answers_too(writer_bundle_folder: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.runtime.jobs.formats.records import in_parts, records, writer_of
+from tests.runtime.jobs.formats.records import records, writer_of
 from transferry.runtime.engine.tasks.generate import GenerationResult, TextHypothesis
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.jobs.formats.columnar import with_schema
@@ -24,31 +24,6 @@ from transferry.runtime.jobs.formats.writers import open_writer
 
 pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is an optional extra")
 parquet = pytest.importorskip("pyarrow.parquet")
-
-
-def test_pyarrow_reads_tables(tmp_path: Path) -> None:
-    rows = records(40)
-    writer = writer_of(tmp_path / "out.parquet", n_best=2)
-    table = parquet.read_table(in_parts(writer, tmp_path / "out.parquet", rows, [9, 9, 30]))
-    assert [(field.name, str(field.type)) for field in table.schema] == [
-        *(("id", "string"), ("text", "string"), ("note", "string")),
-        *(("transferry_text", "string"),),
-        *(("score", "double"), ("finish_reason", "string"), ("target_tokens", "int64")),
-        *(("source_tokens", "int64"), ("truncated", "bool"), ("error_kind", "string")),
-        ("error_message", "string"),
-        ("n_best", "list<element: struct<text: string, score: double, finish_reason: string>>"),
-    ]
-    assert table.schema.metadata is None
-    for found, row in zip(table.to_pylist(), rows, strict=True):
-        error = row.get("error", {})
-        assert found.pop("error_kind") == error.get("kind")
-        assert found.pop("error_message") == error.get("message")
-        assert found.pop("truncated") == ("truncated" in row)
-        for one in (n_best := found.pop("n_best")) or ():
-            assert one.pop("finish_reason") is None  # the records have none
-        assert n_best == row.get("n_best")
-        assert (found.pop("text"), found.pop("transferry_text")) == (row["source"], row["text"])
-        assert found == {name: row.get(name) for name in found}
 
 
 def test_a_refused_job_leaves_no_complaint_of_the_writer(
@@ -104,19 +79,6 @@ TYPED = {
     "share": pyarrow.array([0.1, None, float("inf")], pyarrow.float32()),
     "yes": pyarrow.array([True, None, False]),
 }
-
-
-def test_parquet_to_parquet_keeps_types_and_values(tmp_path: Path) -> None:
-    ids = pyarrow.array([7, 8, 9], pyarrow.uint16())
-    kinds = pyarrow.array(["x", None, "x"])
-    columns = {"text": ["a", "b", "c"], "id": ids, **TYPED, "kind": kinds.dictionary_encode()}
-    before = pyarrow.table(columns)
-    after = parquet.read_table(passed_through(tmp_path, before, "out.parquet"))
-    assert after.column_names[: len(columns)] == list(columns)
-    for name in columns:
-        assert after.schema.field(name).type == before.schema.field(name).type
-        assert after[name].combine_chunks() == before[name].combine_chunks()
-    assert after["transferry_text"].to_pylist() == ["x"] * 3
 
 
 def test_parquet_to_jsonl_and_csv(tmp_path: Path) -> None:

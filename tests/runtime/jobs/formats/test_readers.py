@@ -14,7 +14,6 @@ from transferry.runtime.engine.result import RowError
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.io.lines import LongLine
 from transferry.runtime.jobs.formats import cells, columnar
-from transferry.runtime.jobs.formats.cells import as_text
 from transferry.runtime.jobs.formats.readers import open_reader
 from transferry.runtime.jobs.formats.rows import InputRow, RowReader
 
@@ -94,23 +93,6 @@ def test_what_others_wrote_is_read(tmp_path: Path, name: str) -> None:
     assert [row.id for row in found] == ids.get(reader.layout.format, [10, 11, 12, 13, 14])
 
 
-def test_bad_lines_of_text(tmp_path: Path) -> None:
-    path = written(tmp_path, "a.txt", b"\xef\xbb\xbfeins\r\n\n\xff\xfe\nvier")
-    assert texts(path) == ["eins", "", "undecodable", "vier"]
-    *_, bad, last = rows(open_reader(path))
-    assert "found the byte 0xff at position 0" in bad.text.message  # type: ignore[union-attr]
-    assert (bad.number, bad.raw, last.raw) == (2, b"\xff\xfe", b"vier")
-
-
-def test_bad_lines_of_tsv(tmp_path: Path) -> None:
-    content = b'\xef\xbb\xbftext\tb\r\n"eins\tx"\r\na\n\nb\tc\td\n\xe4\tx\n\t\nlast\tx'
-    path = written(tmp_path, "a.tsv", content)
-    kinds = ["malformed", "malformed", "malformed", "undecodable"]
-    assert texts(path) == ['"eins', *kinds, "", "last"]
-    assert rows(open_reader(path))[0].fields == {"b": 'x"'}
-    assert rows(open_reader(path))[1].text == RowError("malformed", "expected 2 columns, found 1")
-
-
 def test_bad_lines_of_csv(tmp_path: Path) -> None:
     content = (
         b"\xef\xbb\xbfid,text\r\n"
@@ -131,10 +113,6 @@ def test_bad_lines_of_csv(tmp_path: Path) -> None:
     assert [row.id for row in found[:2]] == ["1", None]
     assert b"".join(row.raw for row in found) == content.partition(b"\r\n")[2]
     assert "in a record over 2 lines" in found[-1].text.message  # type: ignore[union-attr]
-
-
-def test_a_column_of_csv_may_have_empty_lines(tmp_path: Path) -> None:
-    assert texts(written(tmp_path, "a.csv", b'words\na\n\n""\nb')) == ["a", "", "", "b"]
 
 
 def test_a_megabyte_in_a_field_is_fine(tmp_path: Path) -> None:
@@ -201,13 +179,6 @@ def test_an_id_stays_as_it_is(tmp_path: Path, value: str, id: Any) -> None:
     assert (row.id, type(row.id)) == (id, type(id))
 
 
-@pytest.mark.parametrize("compression", PACK)
-@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.tsv", "a.csv"])
-def test_an_empty_file_has_no_rows(tmp_path: Path, name: str, compression: str) -> None:
-    header = b"text" if name in ("a.tsv", "a.csv") else b""
-    assert texts(written(tmp_path, name + compression, PACK[compression](header))) == []
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -265,11 +236,6 @@ def test_which_column_is_the_text(
             assert texts(path, column=column) == ["no-text" if chosen is InputError else chosen]
 
 
-def test_text_has_no_column(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no column b"):
-        open_reader(tmp_path / "a.txt", column="b")
-
-
 @pytest.mark.parametrize("pack", PACK.values())
 def test_standard_input(monkeypatch: pytest.MonkeyPatch, pack: Any) -> None:
     def given(content: bytes) -> Path:
@@ -282,11 +248,6 @@ def test_standard_input(monkeypatch: pytest.MonkeyPatch, pack: Any) -> None:
     assert texts(given(lines), format="jsonl") == ["malformed", "eins", "zwei"]
     with pytest.raises(UsageError, match="standard input; name a file"):
         open_reader(given(b""), format="parquet")
-
-
-def test_a_format_can_be_given(tmp_path: Path) -> None:
-    assert texts(written(tmp_path, "a.txt", b"text\na\n"), format="csv") == ["a"]
-    assert texts(written(tmp_path, "a.csv.gz", gzip.compress(b"text\n")), format="text") == ["text"]
 
 
 def test_zstd_frames_follow_each_other(tmp_path: Path) -> None:
@@ -308,12 +269,6 @@ def test_damaged_zstd_breaks_where_it_is_damaged(tmp_path: Path, cut: int) -> No
     assert [row.raw for row in found] == lines.split(b"\n")[: len(found)]
 
 
-@pytest.mark.parametrize("content", [b"", b"no zstd at all", PACK[".zst"](b"text")[:-1] + b"!!!!"])
-def test_what_is_no_zstd_is_refused(tmp_path: Path, content: bytes) -> None:
-    with pytest.raises(InputError, match="expected a whole zstd file"):
-        texts(written(tmp_path, "a.txt.zst", content))
-
-
 @pytest.mark.parametrize("name", ["a.csv", "a.jsonl"])
 def test_rows_are_streamed(tmp_path: Path, name: str) -> None:
     """The first row is there although the end of the file, which is damaged, was not reached."""
@@ -323,50 +278,6 @@ def test_rows_are_streamed(tmp_path: Path, name: str) -> None:
     assert next(reader.rows()).number == 0
     with pytest.raises(InputError, match="damaged or cut short"):
         list(reader.rows())
-
-
-def test_parquet_keeps_what_python_would_lose(tmp_path: Path) -> None:
-    """More types in test_writers.py."""
-    table = pyarrow.table(
-        {
-            "source": pyarrow.array(["a", None]),
-            "list": pyarrow.array([[{"x": 1.5, "y": float("nan")}], None]),
-            "kind": pyarrow.array(["x", None]).dictionary_encode(),
-            "number": pyarrow.array([2**63, None], pyarrow.uint64()),
-            "share": pyarrow.array([float("nan"), None]),
-        }
-    )
-    path = tmp_path / "a.parquet"
-    parquet.write_table(table, path)
-    reader = open_reader(path)
-    assert reader.layout.schema == table.schema
-    first, second = rows(reader)
-    assert {name: as_text(value) for name, value in first.fields.items()} == {
-        "list": '[{"x": 1.5, "y": null}]',
-        "kind": "x",
-        "number": "9223372036854775808",
-        "share": "NaN",
-    }
-    assert set(second.fields.values()) == {None}
-    assert second.text == RowError("no-text", "expected text in the field source, found null")
-    assert first.raw != second.raw
-
-
-@pytest.mark.parametrize("kind", ["large_string", "string_view", "dictionary"])
-def test_text_of_parquet_in_any_layout(tmp_path: Path, kind: str) -> None:
-    column = pyarrow.array(TEXTS)
-    dictionary = kind == "dictionary"
-    column = column.dictionary_encode() if dictionary else column.cast(getattr(pyarrow, kind)())
-    path = tmp_path / "a.parquet"
-    parquet.write_table(pyarrow.table({"text": column}), path)
-    assert texts(path) == TEXTS
-
-
-def test_a_column_of_numbers_is_no_text(tmp_path: Path) -> None:
-    path = tmp_path / "a.parquet"
-    parquet.write_table(pyarrow.table({"text": [1], "b": ["x"]}), path)
-    with pytest.raises(InputError, match="column text, found int64; name another with --column"):
-        open_reader(path)
 
 
 @pytest.mark.parametrize("bad", ["text", "b", "list"])

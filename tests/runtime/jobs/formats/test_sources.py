@@ -73,13 +73,6 @@ def texts(*inputs: Path | str, **chosen: Any) -> list[Any]:
     return [row.text for row in open_inputs(expand(inputs), **chosen).rows()]
 
 
-def test_files_are_read_one_after_another(parts: list[Path], tmp_path: Path) -> None:
-    assert texts(*parts) == texts(tmp_path / "part *.txt") == WHOLE
-    assert texts(parts[3], parts[0]) == ["e", "f", "g", "a", "b c"]
-    (tmp_path / "part [1].txt").write_text("its name looks like a pattern\n")
-    assert texts(tmp_path / "part [1].txt") == ["its name looks like a pattern"]
-
-
 @pytest.mark.parametrize("first", range(8))
 @pytest.mark.parametrize("last", [None, 0, 1, 4, 7])
 def test_rows_are_numbered_throughout(parts: list[Path], first: int, last: int | None) -> None:

@@ -3,7 +3,6 @@
 import errno
 import gzip
 import io
-import json
 import random
 import sys
 import tracemalloc
@@ -38,43 +37,6 @@ pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is an optional extra")
 parquet = pytest.importorskip("pyarrow.parquet")
 
 
-@pytest.mark.parametrize("name", ["out.csv", "out.tsv", "out.csv.gz", "out.csv.zst", "out.tsv.zst"])
-def test_pandas_reads_tables(tmp_path: Path, name: str) -> None:
-    pandas = pytest.importorskip("pandas")
-    rows = records(40)
-    path = in_parts(writer_of(tmp_path / name, n_best=2), tmp_path / name, rows, [9, 9, 30])
-    quoting = {"sep": "\t", "quoting": 3} if "tsv" in name else {}
-    table = pandas.read_csv(path, dtype=str, keep_default_na=False, lineterminator="\n", **quoting)
-    assert list(table.columns) == [
-        *("id", "text", "note", "transferry_text", "score", "finish_reason", "target_tokens"),
-        *("source_tokens", "truncated", "error_kind", "error_message", "n_best"),
-    ]
-    for found, row in zip(table.to_dict("records"), rows, strict=True):
-        for field in ("id", "note", "finish_reason"):
-            assert found[field] == row[field]
-        assert (found["text"], found["transferry_text"]) == (row["source"], row["text"])
-        assert found["truncated"] == json.dumps("truncated" in row)
-        assert found["error_kind"] == row.get("error", {}).get("kind", "")
-        assert found["error_message"] == row.get("error", {}).get("message", "")
-        if "error" in row:
-            assert (found["score"], found["target_tokens"], found["n_best"]) == ("", "", "")
-        else:
-            assert float(found["score"]) == row["score"]
-            assert int(found["target_tokens"]) == row["target_tokens"]
-            assert json.loads(found["n_best"]) == row["n_best"]
-
-
-def test_csv_gives_back_every_string(tmp_path: Path) -> None:
-    wild = [*TEXTS, "a\rb", "\r", "a\nb", "\r\n", '""', "a,b", "\t", "\ufeff", '"\n"']
-    writer = writer_of(tmp_path / "out.csv")
-    fields = ("id", "note", "source", "text")
-    rows: list[Record] = [{**dict.fromkeys(fields, t), "finish_reason": "end"} for t in wild]
-    path = write(writer, tmp_path / "out.csv", rows)
-    again = list(open_reader(path, column="text").rows())
-    assert [(row.id, row.text, row.fields["note"]) for row in again] == [(t, t, t) for t in wild]
-    assert path.read_bytes().startswith(b"id,text,note,transferry_text,score,")
-
-
 MESSAGE = "tsv output cannot hold the field '{}'"
 
 
@@ -107,41 +69,6 @@ def test_tsv_has_no_place_for_tabs_and_line_breaks(tmp_path: Path) -> None:
     assert row.text == "a\rb"
     (line,) = [{"id": "1", "source": row.text}]
     assert b"\n1\ta\rb\t" in write(writer, tmp_path / "out.tsv", [line]).read_bytes()
-
-
-@pytest.mark.parametrize("compression", ["", ".gz", ".zst"])
-def test_pandas_reads_jsonl(tmp_path: Path, compression: str) -> None:
-    pandas = pytest.importorskip("pandas")
-    rows = records(40)
-    out = tmp_path / f"out.jsonl{compression}"
-    writer = writer_of(out)
-    in_parts(writer, out, rows, [9, 9, 30])
-    table = pandas.read_json(out, lines=True, dtype=False)
-    assert table["id"].tolist() == [row["id"] for row in rows]
-    assert table["note"].tolist() == [row["note"] for row in rows]
-    opened = pandas.io.common.get_handle(out, "r", compression="infer", encoding="utf-8")
-    with opened as handles:
-        assert [json.loads(line) for line in handles.handle] == rows
-
-
-def test_jsonl_holds_what_is_so(tmp_path: Path) -> None:
-    writer = writer_of(tmp_path / "out.jsonl")
-    row = {"id": 1, "a": {"b": [None, 12345678901234567890123]}, "text": "ä"}
-    vector = {"id": 2, "vector": np.array([0.1, 1e-9, 3], np.float32), "share": float("nan")}
-    path = write(writer, tmp_path / "out.jsonl", [row, vector])
-    assert path.read_text(encoding="utf-8").splitlines() == [
-        '{"id": 1, "a": {"b": [null, 12345678901234567890123]}, "text": "ä"}',
-        '{"id": 2, "vector": [0.1, 1e-09, 3.0], "share": null}',
-    ]
-
-
-@pytest.mark.parametrize("compression", ["", ".gz", ".zst"])
-def test_text_is_a_line_a_row(tmp_path: Path, compression: str) -> None:
-    out = tmp_path / f"out.txt{compression}"
-    rows = [{"text": "ein\nZeilen\u2028ende"}, {"text": "", "error": {}}, {}, {"text": "ä "}]
-    in_parts(writer_of(out), out, cast("list[Record]", rows), [1])
-    with pyarrow.input_stream(out, compression="detect") as stream:
-        assert stream.read().decode() == "ein Zeilen ende\n\n\nä \n"
 
 
 def test_jsonl_to_a_table_has_the_fields_of_the_first_row(tmp_path: Path) -> None:
@@ -182,21 +109,6 @@ def test_jsonl_to_a_table_has_the_fields_of_the_first_row(tmp_path: Path) -> Non
             ]
 
 
-def test_jsonl_to_jsonl_leaves_each_row_its_fields(tmp_path: Path) -> None:
-    lines = [
-        '{"text": "a", "n": 1}',
-        '{"text": "b", "m": [1.50, null]}',
-        '{"text": "c", "score": 1, "n": 2}',
-    ]
-    reader = reader_of(tmp_path, "in.jsonl", "\n".join(lines).encode())
-    writer = open_writer(tmp_path / "out.jsonl", rows=reader.layout)
-    first, second, third = map(writer.admit, reader.rows())
-    assert (first.text, first.fields) == ("a", {"n": 1})
-    assert (second.text, second.fields) == ("b", {"m": [1.5, None]})
-    assert third.text == RowError("fields", "jsonl output cannot hold the field 'score'")
-    assert third.fields == {"n": 2}
-
-
 @pytest.mark.parametrize("name", ["out.csv", "out.tsv", "out.jsonl", "out.parquet"])
 def test_a_column_called_as_a_part_of_the_answer_keeps_its_name(tmp_path: Path, name: str) -> None:
     reader = reader_of(tmp_path, content=b"source,score,error,target,transferry_score\n")
@@ -210,32 +122,6 @@ def test_a_column_called_as_a_part_of_the_answer_keeps_its_name(tmp_path: Path, 
     else:
         assert writer.columns.names[:8] == (*theirs, *own)
     open_writer(tmp_path / "out.txt", rows=reader.layout)  # which repeats nothing
-
-
-def test_plain_text_and_vectors_admit_any_field(tmp_path: Path) -> None:
-    reader = reader_of(tmp_path, "in.jsonl", b'{"text": "a", "score": 1, "id": "\\t"}')
-    (row,) = reader.rows()
-    assert open_writer(tmp_path / "out.txt", rows=reader.layout).admit(row) is row
-    vector_writer = open_writer(tmp_path / "out.npy", rows=reader.layout, task="embed", width=3)
-    assert vector_writer.admit(row) is row
-
-
-@pytest.mark.parametrize("count", [0, 1, 9, 12_345])
-def test_numpy_reads_vectors(tmp_path: Path, count: int) -> None:
-    out, rows = tmp_path / "out.npy", vectors(count)
-    in_parts(writer_of(out), out, rows, sorted([count // 2, count // 3, count // 3]))
-    nothing = np.full(WIDTH, np.nan, np.float32)
-    wanted = np.array([row.get("vector", nothing) for row in rows], np.float32)
-    for mode in ("r", None):
-        found = np.load(out, mmap_mode=cast(Any, mode))
-        assert found.dtype == np.float32
-        np.testing.assert_array_equal(found, wanted.reshape(count, WIDTH))
-
-
-def test_vectors_of_another_width_are_no_rows(tmp_path: Path) -> None:
-    writer = writer_of(tmp_path / "o.npy", width=WIDTH + 1)
-    with pytest.raises(ValueError, match="reshape"):
-        write(writer, tmp_path / "o.npy", vectors(1))
 
 
 @pytest.mark.parametrize("count", [0, 1, ROW_GROUP, ROW_GROUP + 5])
