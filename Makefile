@@ -1,12 +1,13 @@
 # make setup   the environment in .venv, with everything that training, export and the tests need
 # make test    every check: style, then types and tests side by side
 # make test-all  the tests that `make test` skips: of Ray, onnxruntime 1.17, OpenVINO, CTranslate2, optimum,
-#              PEFT, S3, Google Cloud Storage, Node, Chromium and C++, which it installs; 12 minutes
+#              PEFT, S3, Google Cloud Storage, Node, Chromium and C++, which it installs; 13 minutes
 # make fuzz    the tests of tests/fuzz with EXAMPLES=2500 each: malformed files, options, signals
 # make demo    trains a tiny model on the built-in corpus, exports, verifies and runs it
 # make docs    writes the generated tables of docs/ and js/, and builds the site into build/site
 # make sessions  runs the console blocks of docs/, writes what they print, and takes
 #              pictures of reports with Chromium; 6 minutes on a quiet machine
+# make kernels  builds the package of kernels/ with the C++ compiler and installs it into .venv
 # make js      installs onnxruntime and bundlers below js/ and runs the tests there
 # make clean   removes what the build, the checks and the demo left; .venv stays
 #
@@ -25,8 +26,8 @@ PACKAGES := js/node_modules/.ready
 # anew: 7 seconds of importing in place of 2.
 export PYTHONDONTWRITEBYTECODE =
 
-# `tests` is a folder too.
-.PHONY: setup test types tests test-all chromium fuzz demo docs sessions js clean
+# `tests` and `kernels` are folders too.
+.PHONY: setup test types tests test-all chromium fuzz demo docs sessions kernels js clean
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -76,6 +77,8 @@ $(HEADERS)/usr:
 	apt-get $(APT) update && cd $(HEADERS) && apt-get $(APT) download libonnxruntime-dev
 	dpkg-deb --extract $(HEADERS)/libonnxruntime-dev_*.deb $(HEADERS)
 
+INSTALL_KERNELS := -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) ./kernels
+
 chromium:
 	@command -v chromium chromium-browser google-chrome >/dev/null || { echo "Installing Chromium, which opens the pages of reports and of transferry page" && apt-get install --yes --no-install-recommends chromium; } || { echo "No Chromium, and apt-get cannot install it: put chromium on the PATH" >&2; exit 1; }
 
@@ -85,6 +88,8 @@ OPTIONAL_TESTS = PATH="$(CURDIR)/.venv-all/bin:$$PATH" OPTIONAL=required OMP_NUM
 DRAWN := $(patsubst %,tests/build_model/importing/%.py,$(addprefix huggingface/test_,model_types classifiers readers) toolkits/test_sentence_transformers)
 
 test-all: .venv-all/.ready .venv-optimum/.ready .venv-oldest/.ready $(PACKAGES) $(HEADERS)/usr chromium
+	.venv-all/bin/python $(INSTALL_KERNELS)
+	$(OPTIONAL_TESTS) .venv-all/bin/python -m pytest tests/kernels
 	$(OPTIONAL_TESTS) .venv-all/bin/python -m pytest -n auto --dist loadfile --max-worker-restart 0 -m "(optional or thorough) and not optimum" $$(grep -rlE --include='*.py' 'mark\.(optional|thorough)' tests)
 	$(OPTIONAL_TESTS) EXAMPLES=2 .venv-all/bin/python -m pytest -n auto --dist loadfile $(DRAWN)
 	$(OPTIONAL_TESTS) .venv-all/bin/python -m pytest tests/export/test_conformance.py tests/export/test_recurrent.py -k 'cuda-fp16-recurrent or says_what'
@@ -100,6 +105,9 @@ demo: setup
 	$(BIN)/transferry verify $(DEMO)/bundle --checkpoint $(DEMO)/run --text $(DEMO)/run/corpus/test.en
 	$(BIN)/transferry run $(DEMO)/bundle $(DEMO)/run/corpus/test.en -o $(DEMO)/answers.jsonl --beam 4
 	head -5 $(DEMO)/answers.jsonl
+
+kernels: setup
+	$(BIN)/python $(INSTALL_KERNELS)
 
 js: $(PACKAGES)
 	cd js && npm test

@@ -47,10 +47,11 @@ def build(folder: Path, *more: str, compiler: str = "g++") -> None:
     """
     package = folder / "transferry_kernels"
     shutil.copytree(SOURCE / "transferry_kernels", package, ignore=lambda *_: ["__pycache__"])
-    common = [compiler, "-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", *more]
+    common = [compiler, "-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden"]
     common += flags("add_compile_options")
     if compiler == "g++":
         common += flags(r'"GNU"\)\s*add_compile_options')
+    common += more
     parts = {name: [f"{SOURCE}/src/{name}.cpp"] for name in ("library", "operators")}
     for isa in ("avx2", "avx512"):
         own = flags(rf"target_compile_options\(\s*{isa}")

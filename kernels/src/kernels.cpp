@@ -98,19 +98,15 @@ inline void dequantized_tile(const Weights& w, const uint8_t* x, int row, int he
   }
 }
 
-// GEMM: tiles of up to 6 rows, as even as they come. Several tiles share 512 outputs before the
-// next, whose weights (128 KiB of 256 inputs) stay in the second-level cache meanwhile.
+// GEMM: tiles of up to 6 rows, as even as they come.
 template <class Put>
 void gemm(const Weights& w, const uint8_t* x, int rows, Outputs outputs, Put put) {
-  const int tiles = (rows + 5) / 6;
-  const int panel = tiles > 1 ? 512 : outputs.end - outputs.first;
-  for (int left = outputs.first; left < outputs.end; left += panel) {
-    const int right = outputs.end - left < panel ? outputs.end : left + panel;
-    for (int row = 0, rest = tiles; rest > 0; --rest) {
-      const int height = (rows - row + rest - 1) / rest;
-      for (int n = left; n < right; n += 64) dequantized_tile<6>(w, x, row, height, n, put);
-      row += height;
+  for (int row = 0, rest = (rows + 5) / 6; rest > 0; --rest) {
+    const int height = (rows - row + rest - 1) / rest;
+    for (int n = outputs.first; n < outputs.end; n += 64) {
+      dequantized_tile<6>(w, x, row, height, n, put);
     }
+    row += height;
   }
 }
 

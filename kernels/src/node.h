@@ -162,6 +162,13 @@ class Context {
     ort::KernelContext_GetOutput(context_, output, sizes.begin(), sizes.size(), &value);
     return value ? data<T>(value) : nullptr;
   }
+  // Calls function(0), function(1), ... in the threads of the session; it must not throw.
+  template <class Function>
+  void parallel(size_t count, Function function) const {
+    if (count == 1) return function(0);
+    auto call = [](void* data, size_t i) noexcept { (*static_cast<Function*>(data))(i); };
+    ort::KernelContext_ParallelFor(context_, call, count, 0, &function);
+  }
 
  private:
   const ort::Value* value(size_t input) const {

@@ -83,8 +83,21 @@ class Quantized {
   Scratch room_;
 };
 
-void multiply(const Weights& w, const Quantized& x, int rows, float* y) {
-  kernels().linear(w, x.data(), rows, {0, w.outputs}, y);
+// Calls function(outputs) for all outputs of a layer, in parts: for threads, where waking them costs
+// less than the product, and for the cache, where many rows meet the same weights.
+template <class Function>
+void for_outputs(const Context& c, const Weights& w, int64_t rows, Function function) {
+  constexpr int64_t MUCH = 1 << 20;  // multiplications, 10 microseconds
+  const bool is_much = rows * w.inputs * w.outputs >= MUCH;
+  const int part = is_much ? 128 : w.outputs + 1;
+  c.parallel((w.outputs + part - 1) / part, [&](size_t i) {
+    const int first = int(i) * part;
+    function(Outputs{first, w.outputs - first < part ? w.outputs : first + part});
+  });
+}
+void multiply(const Context& c, const Weights& w, const Quantized& x, int rows, float* y) {
+  for_outputs(c, w, rows,
+              [&](Outputs part) { kernels().linear(w, x.data(), rows, part, y); });
 }
 
 void expect_heads(int64_t size, int width, const char* name) {
@@ -106,7 +119,7 @@ struct Linear {  // x, weights
   void run(const Context& c) const {
     const int rows = c.rows(0, "x", weights.inputs);
     const Quantized x(c, weights, rows, 1, c.in<float>(0));
-    multiply(weights, x, rows, c.out<float>(0, {rows, weights.outputs}));
+    multiply(c, weights, x, rows, c.out<float>(0, {rows, weights.outputs}));
   }
 };
 
@@ -121,7 +134,7 @@ struct LinearNorm {  // x, weights, residual, gamma, beta
     const float* residual = c.in<float>(7, "the residual", {rows, width});
     const Quantized x(c, weights, rows, 1, c.in<float>(0));
     float* y = c.out<float>(0, {rows, width});
-    multiply(weights, x, rows, y);
+    multiply(c, weights, x, rows, y);
     kernels().add_norm(y, residual, rows, width, norm);
   }
 };
@@ -144,10 +157,11 @@ struct FeedForward {  // x, which is the residual, inner weights, outer weights,
     const float* residual = c.in<float>(0);
     const Quantized x(c, inner, rows, 1, residual), hidden(c, outer, rows, 3);
     float* product = c.out<float>(2, {rows, outer.inputs});
-    kernels().linear_quantized(inner, x.data(), rows, {0, inner.outputs}, outer, hidden.data(),
-                               product);
+    for_outputs(c, inner, rows, [&](Outputs part) {
+      kernels().linear_quantized(inner, x.data(), rows, part, outer, hidden.data(), product);
+    });
     float* y = c.out<float>(0, {rows, width});
-    multiply(outer, hidden, rows, y);
+    multiply(c, outer, hidden, rows, y);
     kernels().add_norm(y, residual, rows, width, norm);
   }
 };
@@ -168,7 +182,7 @@ struct LinearToHeads {  // x, weights, source ids for their shape
     const Quantized x(c, weights, rows, 1, c.in<float>(0, "x", {rows, weights.inputs}));
     const Scratch room(rows * d * sizeof(float));
     const float* product = room.as<float>();
-    multiply(weights, x, rows, room.as<float>());
+    multiply(c, weights, x, rows, room.as<float>());
     int8_t* y = c.out<int8_t>(0, {source[0], heads, length, width});
     for (int64_t row = 0; row < rows; ++row) {
       int8_t* first = y + (row / length * heads * length + row % length) * width;

@@ -89,6 +89,9 @@ constexpr Entry<KernelContext*, size_t, const int64_t*, size_t, Value**> KernelC
 constexpr Entry<Info, size_t*> KernelInfo_GetInputCount{230};
 constexpr Entry<Info, size_t, char*, size_t*> KernelInfo_GetInputName{232};
 constexpr Entry<Info, size_t, int*, const Value**> KernelInfoGetConstantInput_tensor{249};
+// Calls a function with 0, 1, ... in the threads of the session.
+constexpr Entry<const KernelContext*, void (*)(void*, size_t), size_t, size_t, void*>
+    KernelContext_ParallelFor{274};
 
 inline Status* failure(const std::string& message) {
   constexpr int FAIL = 1;

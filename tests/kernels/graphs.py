@@ -77,6 +77,7 @@ class Operator:
         settings.register_custom_ops_library(str(library))
         settings.log_severity_level = 4
         settings.intra_op_num_threads = threads
+        settings.enable_cpu_mem_arena = False  # so that a sanitizer sees each tensor's end
         self.session = onnxruntime.InferenceSession(
             model.SerializeToString(), settings, providers=["CPUExecutionProvider"]
         )

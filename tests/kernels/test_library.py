@@ -15,7 +15,7 @@ import pytest
 
 from tests.kernels.graphs import Operator, Values, layer, norm, prefixed
 from tests.kernels.test_attention import int8, self_attention
-from tests.kernels_package import SOURCE
+from tests.kernels_package import SOURCE, build
 from tests.optional import CHECKOUT, HEADERS
 from transferry.runtime.ort.session import ONNXRUNTIME_ERRORS, is_shortage
 
@@ -50,7 +50,7 @@ def feed_forward(width: int, inner: int) -> Values:
 ATTENTION = self_attention(RNG, (SLOTS, 2, 40, 32, 3), single=False)
 # An operator's constants, its inputs with a row or slot each, and its attributes.
 CASES: dict[str, tuple[Values, Values, dict[str, Any]]] = {
-    "Linear": (layer(RNG, 48, 90), {"x": floats(SLOTS, 48)}, {}),
+    "Linear": (layer(RNG, 48, 330), {"x": floats(SLOTS, 48)}, {}),
     "LinearNorm": (
         {**layer(RNG, 48, 96), **norm(RNG, 96)},
         {"x": floats(SLOTS, 48), "residual": floats(SLOTS, 96)},
@@ -133,6 +133,14 @@ def test_replicas_run_one_session_at_once(library: Path, kind: str) -> None:
             assert one.tobytes() == whole[: len(one)].tobytes()
 
 
+@pytest.mark.parametrize("kind", CASES)
+def test_threads_change_no_bit(library: Path, kind: str) -> None:
+    inputs = CASES[kind][1]
+    expected = operator(library, kind)(inputs)
+    for found, one in zip(operator(library, kind, threads=3)(inputs), expected, strict=True):
+        assert found.tobytes() == one.tobytes()
+
+
 def short_of_memory(library: Path) -> None:
     """In a process of its own: 1 GiB of hidden integers does not fit."""
     values = {"x": floats(1 << 16, 16), **feed_forward(16, 1 << 14)}
@@ -186,3 +194,28 @@ def test_the_abi_is_that_of_the_headers() -> None:
     command = ["g++", "-std=c++17", "-fsyntax-only", "-xc++", f"-I{HEADERS}", f"-I{SOURCE}/src"]
     done = subprocess.run([*command, "-"], input=source, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.thorough
+@pytest.mark.optional("g++")
+def test_sanitizers_find_no_fault(kernels_folder: Path, tmp_path: Path) -> None:
+    """The other tests of the folder, with the addresses and arithmetic of the library checked."""
+    # GCC 12 warns of its own headers.
+    checked = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
+    build(tmp_path, *checked, "-O1", "-g1", "-Wno-uninitialized")
+    names = ("libasan.so", "libubsan.so")
+    found = [
+        subprocess.check_output(["g++", f"-print-file-name={name}"], text=True).strip()
+        for name in names
+    ]
+    told = {
+        **os.environ,
+        "PYTHONPATH": str(tmp_path),
+        "LD_PRELOAD": " ".join(found),
+        "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1",
+    }
+    mine = Path(__file__)
+    command = [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider"]
+    command += [str(mine.parent), "-k", "not sanitizers and not is_that_of_the_headers"]
+    done = subprocess.run(command, cwd=CHECKOUT, env=told, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
