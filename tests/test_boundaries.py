@@ -20,6 +20,9 @@ MAX_MODULES, MAX_LINES, MAX_FUNCTION, MAX_PARAMETERS = 12, 500, 60, 8
 # Decorators of click's commands and of their shared options, which may have as many parameters as a
 # command has options.
 CLICK = re.compile(r"\b(command|option|argument)s?\b|_options?\b")
+CPP_FUNCTION = re.compile(
+    r"^( *)(?=\w)(?!namespace)[^\n(]*?(?P<name>\w+)\([^;{]*\{\n.*?^\1\}", re.M | re.S
+)
 # The list may only become shorter.
 STILL_OVERSIZED = {
     "runtime/engine/open_bundle.py: load",
@@ -297,8 +300,9 @@ def plant(root: Path, place: str, line: str) -> None:
 
 
 def measured(root: Path) -> list[Path]:
-    """Modules of the product and of the tests."""
-    return [*sources(root), *sorted((root / "tests").rglob("*.py"))]
+    """Modules of the product, of the kernels and of the tests."""
+    kernels = [path for end in ("cpp", "h", "py") for path in (root / "kernels").rglob(f"*.{end}")]
+    return [*sources(root), *sorted(kernels), *sorted((root / "tests").rglob("*.py"))]
 
 
 def oversized(root: Path) -> set[str]:
@@ -313,8 +317,16 @@ def oversized(root: Path) -> set[str]:
         name, text = path.relative_to(root).as_posix(), path.read_text(encoding="utf-8")
         if len(text.splitlines()) > MAX_LINES:
             found.add(name)
-        found |= {f"{name}: {function}" for function in large_functions(text)}
+        large = large_functions if path.suffix == ".py" else large_cpp_functions
+        found |= {f"{name}: {function}" for function in large(text)}
     return found
+
+
+def large_cpp_functions(text: str) -> Iterator[str]:
+    """Functions of C++ that are too long: their last line is indented as their first."""
+    for function in CPP_FUNCTION.finditer(text):
+        if len(function[0].splitlines()) > MAX_FUNCTION:
+            yield function["name"]
 
 
 def large_functions(text: str) -> Iterator[str]:
@@ -353,6 +365,17 @@ def test_a_planted_excess_is_caught(tmp_path: Path, text: str, found: set[str]) 
     for number in range(12):
         (tmp_path / "runtime" / f"m{number}.py").touch()
     assert oversized(tmp_path) == found | {"runtime"}
+
+
+def test_a_planted_excess_of_cpp_is_caught(tmp_path: Path) -> None:
+    module = tmp_path / "kernels" / "src" / "a.cpp"
+    module.parent.mkdir(parents=True)
+    text = "struct A {\n  void f(\n      int x) const {\n%s  }\n};\n"
+    for lines, found in ((57, set()), (58, {"kernels/src/a.cpp: f"})):
+        module.write_text(text % ("    g();\n" * lines))
+        assert oversized(tmp_path) == found
+    module.write_text("int x;\n" * 501)
+    assert oversized(tmp_path) == {"kernels/src/a.cpp"}
 
 
 def test_every_package_is_listed_for_installation() -> None:
