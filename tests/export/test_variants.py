@@ -1,5 +1,7 @@
 """The variants: their entries in the manifest, their files, and their precision."""
 
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,9 +25,14 @@ from transferry.export.trace.store import ALIGNMENT, WEIGHTS
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.specs import CacheSpec
 from transferry.runtime.errors import ParityError, UsageError
+from transferry.runtime.jobs.job import Job
+from transferry.runtime.jobs.job_options import JobOptions
 from transferry.runtime.ort.cuda import cuda_obstacle
-from transferry.runtime.ort.session import Kernels
+from transferry.runtime.ort.session import Kernels, SessionOptions, kernels
+from transferry.runtime.proof.certificates.standing import fastest
+from transferry.runtime.proof.certificates.stored import certify
 from transferry.runtime.proof.compare import Tolerance
+from transferry.runtime.proof.recorded import verify_recorded
 from transferry.runtime.tokenizer.byte_pair import SOURCES
 
 FUSED = {"encoder", "decoder", "lm_head", "exp_sums", "select", "gather", "move", "place"}
@@ -120,6 +127,47 @@ def test_kernels_are_written_where_their_package_is_missing(
     ]
     assert bundle.variant(name).precision == "int8-kernels"
     assert "transferry-kernels" not in bundle.manifest.versions
+
+
+@pytest.fixture
+def installed(kernels_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The package of kernels, for one test."""
+    monkeypatch.syspath_prepend(kernels_folder)
+    sys.modules.pop("transferry_kernels", None)
+    kernels.cache_clear()
+    yield
+    sys.modules.pop("transferry_kernels", None)
+    kernels.cache_clear()
+
+
+def test_kernels_are_served_until_their_package_is_removed(
+    calm: Checkpoint,
+    texts: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    installed: None,
+) -> None:
+    """Exported with proof, certified, and computed again by canaries."""
+    name, options, lines = "cpu-int8-kernels", SessionOptions(), tmp_path / "lines.txt"
+    lines.write_text("".join(f"{text}\n" for text in texts[:4]), encoding="utf-8")
+    bundle = exported(calm, tmp_path / "bundle", Contents(texts, ["cpu-int8", name], texts))
+    assert bundle.manifest.versions["transferry-kernels"] == kernels().version
+    assert opened(bundle, name).describe()["transferry-kernels"] == kernels().version
+    assert "transferry-kernels" not in opened(bundle, "cpu-int8").describe()
+
+    for each in (name, "cpu-int8"):
+        report = verify_recorded(bundle, opened(bundle, each))
+        assert certify(bundle, bundle.variant(each), options, report, "2026-11-21", force=True)
+    assert fastest(bundle, options).name == name
+    job = Job(bundle.folder, lines, tmp_path / "out.jsonl", JobOptions(canary="1/1"))
+    assert job.fingerprint["transferry-kernels"] == kernels().version
+    job.run()
+    assert job.canary is not None
+    assert job.canary.tally()["canaries_identical"] == 4
+
+    monkeypatch.setitem(sys.modules, "transferry_kernels", None)
+    kernels.cache_clear()
+    assert fastest(bundle, options).name == "cpu-int8"
 
 
 def test_half_precision_answers_nearly_alike(tmp_path: Path) -> None:
