@@ -45,20 +45,6 @@ def test_columns_are_a_multiple_as_far_as_there_is_room(
     np.testing.assert_array_equal(found[:, :columns], mask)
 
 
-def test_windows_cut_a_stream_in_order() -> None:
-    assert list(windows(range(7), 3)) == [[0, 1, 2], [3, 4, 5], [6]]
-    assert list(windows(range(6), 3)) == [[0, 1, 2], [3, 4, 5]]
-    assert list(windows([], 3)) == []
-
-
-def test_windows_are_lazy() -> None:
-    endless = count()
-    stream = windows(endless, 4)
-    assert next(endless) == 0, "nothing is read before the first window is asked for"
-    assert next(stream) == [1, 2, 3, 4]
-    assert next(endless) == 5, "nothing is read beyond the window"
-
-
 def test_batches_are_full_but_for_a_long_row_by_itself() -> None:
     assert length_batches([1] * 7, rows=3, tokens=100) == [[0, 1, 2], [3, 4, 5], [6]]
     assert length_batches([5] * 5, rows=100, tokens=10) == [[0, 1], [2, 3], [4]]

@@ -11,11 +11,6 @@ from transferry.runtime.decoding.generation_options import (
 from transferry.runtime.errors import UsageError
 
 
-def test_defaults_are_greedy() -> None:
-    options = GenerationOptions()
-    assert (options.beam, options.n_best, options.sample) == (1, 1, False)
-
-
 @pytest.mark.parametrize(
     ("settings", "first", "second"),
     [
