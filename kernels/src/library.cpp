@@ -72,8 +72,8 @@ EXPORTED ort::Status* RegisterCustomOps(ort::SessionOptions* options, const ort:
   if (!is_known) return ort::failure("transferry.kernels: expected onnxruntime 1.17 or later");
   try {
     if (const char* obstacle = TransferryKernelsObstacle(); *obstacle) {
-      return ort::failure(std::string("transferry.kernels: ") + obstacle +
-                          "; use another variant, such as cpu-int8");
+      const std::string told = std::string("transferry.kernels: ") + obstacle;
+      return ort::failure((told + "; use another variant, such as cpu-int8").c_str());
     }
     static ort::Domain* const domain = [] {
       ort::Domain* made;

@@ -364,14 +364,19 @@ ort::Type type(char letter) {
 }
 int is_optional(char letter) { return letter < 'a'; }
 
-// No exception may cross the C ABI.
+// No exception may cross the C ABI, not even that of a message for which memory is short.
 template <class Operator, class Function>
 ort::Status* guarded(Function function) {
   try {
-    function();
-    return nullptr;
+    try {
+      function();
+      return nullptr;
+    } catch (const std::runtime_error& error) {
+      const auto told = std::string("transferry.kernels ") + Operator::name + ": " + error.what();
+      return ort::failure(told.c_str());
+    }
   } catch (const std::exception& error) {
-    return ort::failure(std::string("transferry.kernels ") + Operator::name + ": " + error.what());
+    return ort::failure(error.what());
   }
 }
 

@@ -93,8 +93,8 @@ constexpr Entry<Info, size_t, int*, const Value**> KernelInfoGetConstantInput_te
 constexpr Entry<const KernelContext*, void (*)(void*, size_t), size_t, size_t, void*>
     KernelContext_ParallelFor{274};
 
-inline Status* failure(const std::string& message) {
+inline Status* failure(const char* message) {
   constexpr int FAIL = 1;
-  return CreateStatus(FAIL, message.c_str());
+  return CreateStatus(FAIL, message);
 }
 }  // namespace ort
