@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.runtime.jobs.helpers import contents, names
-from transferry.runtime.errors import InputError
+from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.jobs.journal import (
     JOB,
     JOB_FORMAT,
@@ -181,3 +181,30 @@ def test_a_lock_that_was_removed_while_it_was_opened_is_none(
         assert removed
         assert len(locked) == 2
         assert os.path.samestat(os.fstat(locked[-1]), file.stat())
+
+
+@pytest.mark.parametrize("where", ["before", "while reading"])
+def test_an_error_before_anything_is_read_loses_nothing(
+    folder: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = names(folder)
+
+    def stop(chunk: Chunk, file: Path) -> bool:
+        raise KeyboardInterrupt
+
+    with Journal.locked(folder) as journal, pytest.raises(KeyboardInterrupt):
+        if where == "before":
+            raise KeyboardInterrupt
+        monkeypatch.setattr(Chunk, "is_intact", stop)
+        journal.begin(FINGERPRINT, force=False)
+    assert names(folder) == before
+
+
+def test_the_second_of_two_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "out.job"
+    message = r"out\.job is in use: another job writes the same"
+    with begun(folder) as journal:
+        with pytest.raises(UsageError, match=message), Journal.locked(folder):
+            pass
+        finish(journal, b"one")
+    assert (folder / JOB).exists()
