@@ -242,35 +242,50 @@ void attention(const Attention& a) {
   attend<B>(a);
 }
 
-// Keys are transposed first: a vector has 16 columns' scores, without sums across lanes.
+// Keys are transposed first: a vector has 16 columns' scores, without sums across lanes. Rows go in
+// blocks, whose sums do not wait for each other; the last row fills up the last block.
 void encoder_attention(const EncoderAttention& a) {
+  constexpr int BLOCK = 4;
   const size_t wide = (size_t(a.length) + 15) / 16 * 16;
-  const Scratch room(wide * (a.width + 1) * sizeof(float));
-  float *scores = room.as<float>(), *keys = scores + wide;
+  const Scratch room(wide * (a.width + BLOCK) * sizeof(float));
+  float *scores = room.as<float>(), *keys = scores + BLOCK * wide;
   for (size_t c = 0; c < wide; ++c) {
     for (int d = 0; d < a.width; ++d) {
       keys[d * wide + c] = c < size_t(a.length) ? a.key[c * a.step + d] : 0.f;
     }
   }
-  for (int row = 0; row < a.length; ++row) {
-    const float* query = a.query + size_t(row) * a.step;
+  for (int first = 0; first < a.length; first += BLOCK) {
+    size_t at[BLOCK];
+    float scale[BLOCK];
+    Floats sums[BLOCK];
+    for (int i = 0; i < BLOCK; ++i) {
+      at[i] = size_t(first + i < a.length ? first + i : a.length - 1) * a.step;
+    }
     for (size_t c = 0; c < wide; c += 16) {
-      Floats dot = broadcast(0);
+      UNROLL for (int i = 0; i < BLOCK; ++i) sums[i] = broadcast(0);
       for (int d = 0; d < a.width; ++d) {
-        dot = fma(broadcast(query[d]), load(keys + d * wide + c), dot);
+        const Floats key = load(keys + d * wide + c);
+        UNROLL for (int i = 0; i < BLOCK; ++i) {
+          sums[i] = fma(broadcast(a.query[at[i] + d]), key, sums[i]);
+        }
       }
-      store(scores + c, dot);
+      UNROLL for (int i = 0; i < BLOCK; ++i) store(scores + i * wide + c, sums[i]);
     }
-    for (int c = 0; c < a.length; ++c) {
-      if (!a.mask[c]) scores[c] = -INFINITY;
-    }
-    const float scale = softmax(scores, a.length);
-    for (int d = 0; d < a.width; d += 16) {
-      Floats out = broadcast(0);
+    for (int i = 0; i < BLOCK; ++i) {
       for (int c = 0; c < a.length; ++c) {
-        out = fma(broadcast(scores[c]), load(a.value + size_t(c) * a.step + d), out);
+        if (!a.mask[c]) scores[i * wide + c] = -INFINITY;
       }
-      store(a.out + size_t(row) * a.step + d, out * scale);
+      scale[i] = softmax(scores + i * wide, a.length);
+    }
+    for (int d = 0; d < a.width; d += 16) {
+      UNROLL for (int i = 0; i < BLOCK; ++i) sums[i] = broadcast(0);
+      for (int c = 0; c < a.length; ++c) {
+        const Floats value = load(a.value + size_t(c) * a.step + d);
+        UNROLL for (int i = 0; i < BLOCK; ++i) {
+          sums[i] = fma(broadcast(scores[i * wide + c]), value, sums[i]);
+        }
+      }
+      UNROLL for (int i = 0; i < BLOCK; ++i) store(a.out + at[i] + d, sums[i] * scale[i]);
     }
   }
 }
