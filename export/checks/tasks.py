@@ -486,6 +486,5 @@ class ServedTasks:
             ),
         )
         forcing.add([0, *wanted], exact, left, right, meant)
-        borders = bool(self.oracle.others)
-        given = exact, left, others, right, row.truth.least, np.arange(len(exact)), borders
-        Choices(*given, self.oracle.tolerance).count(number, tally)
+        given = exact, left, others, right, row.truth.least, np.arange(len(exact)), self.oracle
+        Choices(*given).count(number, tally)

@@ -168,10 +168,7 @@ def _readings(
         exact, left, *others, right, meant = (each.astype(np.float64) for each in choices)
         forcing.add([0, *left.argmax(axis=1)], exact, left, right, meant)
         where = places if fills else np.arange(len(left))
-        borders = bool(oracle.others)
-        Choices(exact, left, others, right, least, where, borders, oracle.tolerance).count(
-            row, tally
-        )
+        Choices(exact, left, others, right, least, where, oracle).count(row, tally)
     yield Findings(comparisons=found.comparisons, forcing=forcing)
     if forcing.tokens:
         yield Findings(decisions=[tally.decisions()])
@@ -188,7 +185,6 @@ class Choices:
         right: Those of the model.
         least: Lower bound of the unit of their errors.
         where: Place of each choice, for the report `[choices]`.
-        borders: Whether torch rounds values to integers.
     """
 
     exact: NDArray[np.float64]
@@ -197,18 +193,18 @@ class Choices:
     right: NDArray[np.float64]
     least: float
     where: NDArray[np.int64]
-    borders: bool
-    tolerance: Tolerance
+    oracle: Oracle
 
     def count(self, row: int, tally: Tally) -> None:
         """Counts the choices of a text as equal, tied or different."""
-        exact, right, tolerance = self.exact, self.right, self.tolerance
+        exact, right, tolerance = self.exact, self.right, self.oracle.tolerance
+        borders = bool(self.oracle.others)
         wanted, found = self.left.argmax(axis=1), right.argmax(axis=1)
         units, sides = logit_errors(exact, self.left, *self.others)
         floor = tolerance.floor * np.maximum(units, self.least)
-        own = RankErrors(units * np.max(sides, axis=0), floor, self.borders)
+        own = RankErrors(units * np.max(sides, axis=0), floor, borders)
         # Rounding alone crosses no border.
-        few = replace(own, each=own.floor if self.borders else own.each, borders=False)
+        few = replace(own, each=own.floor if borders else own.each, borders=False)
         divergences, errors = [], []
         for n, (one, other) in enumerate(zip(wanted, found, strict=True)):
             # Either score may be off.

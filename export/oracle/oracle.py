@@ -172,7 +172,7 @@ class Oracle:
         """
         found = [run(side) for side in (self.exact, self.reference, *self.others)]
         found += self.shaken(run, shakes)
-        if not (shakes and self.rounds):
+        if not (shakes and self.rounds and self.others):
             return found
         borders = Borders()
         with self.exact.rounding(borders):
@@ -358,30 +358,46 @@ class Oracle:
             found: The hypotheses of each source, once for each time that it was answered.
             options: How they were searched.
         """
-        rows = [
-            [_Doubted.of(tuple(source), item, times, place) for place, item in enumerate(items)]
-            for source, items, times in zip(
-                expected.sources, expected.hypotheses, found, strict=True
-            )
+        near = set[Any]() if options.reranks else self._near(expected, found, options)
+        placed = [
+            [((row, place), item) for place, item in enumerate(items)]
+            for row, items in enumerate(expected.hypotheses)
         ]
-        # Rules change scores, and not the units.
-        judged = [] if options.reranks else [*chain(*rows[1:])]
-        least, units = NEAR * self.tolerance.floor, dict[Any, float]()
-        # A token's unit is larger than its own part of the score.
-        near = {each for each in judged if each.apart <= least * abs(each.item.score)}
-        keys = dict.fromkeys(each.key for each in judged if each not in near and each.key[1])
-        measure = partial(forced, self.reference, special=self.special)
-        for key, one in self._batched([*keys], measure):
-            size = np.maximum(logit_units(one.logits), -one.log_probabilities).sum()
-            units[key] = length_normalised(size, len(key[1]), options.length_penalty)
-        near |= {each for each in judged if each.apart <= least * units.get(each.key, np.nan)}
-        doubted = [[each.item for each in row if each not in near] for row in rows]
+        doubted = [[item for at, item in row if at not in near] for row in placed]
         exact = map(iter, self.scores(expected.sources, doubted, options))
         scores = [
-            [ExactScore(each.item.score, np.inf) if each in near else next(rest) for each in row]
-            for row, rest in zip(rows, exact, strict=True)
+            [ExactScore(item.score, np.inf) if at in near else next(rest) for at, item in row]
+            for row, rest in zip(placed, exact, strict=True)
         ]
         return replace(expected, scores=scores)
+
+    def _near(
+        self,
+        expected: ExpectedAnswers,
+        found: Sequence[Sequence[Sequence[Hypothesis]]],
+        options: GenerationOptions,
+    ) -> set[tuple[int, int]]:
+        """Returns row and place of each hypothesis whose scores are near torch's; see `scored`.
+
+        Rules change scores, and not the units.
+        """
+        apart, keys = dict[tuple[int, int], float](), dict[tuple[int, int], Any]()
+        least, near = NEAR * self.tolerance.floor, set[tuple[int, int]]()
+        for row, items in enumerate(expected.hypotheses):
+            for place, item in enumerate(items if row else ()):
+                each = [one.score for time in found[row] for one in time[place : place + 1]]
+                with np.errstate(invalid="ignore"):  # of searches that failed
+                    far = float(np.abs(np.array(each) - item.score).max(initial=0.0))
+                if far <= least * abs(item.score):  # a token's unit is larger than its own part
+                    near.add((row, place))
+                elif item.scored_tokens:
+                    apart[row, place] = far
+                    keys[row, place] = tuple(expected.sources[row]), item.scored_tokens
+        measure, units = partial(forced, self.reference, special=self.special), dict[Any, float]()
+        for key, one in self._batched([*dict.fromkeys(keys.values())], measure):
+            size = np.maximum(logit_units(one.logits), -one.log_probabilities).sum()
+            units[key] = length_normalised(size, len(key[1]), options.length_penalty)
+        return near | {at for at, far in apart.items() if far <= least * units[keys[at]]}
 
     def record(
         self,
@@ -403,32 +419,3 @@ class Oracle:
             ends = [[hypothesis.end for hypothesis in row] for row in answers]
             searches.append(RecordedSearch(name, settings, tokens, scores, owns, ends))
         return Reference([(case, self.truth(case)) for case in cases], sources, searches)
-
-
-@dataclass(frozen=True, eq=False)
-class _Doubted:
-    """A hypothesis of torch, and how far the scores of others are from its own.
-
-    Attributes:
-        key: Its source and tokens.
-        item: The hypothesis.
-        apart: The largest distance of those in its place, in nats; NaN where one has none.
-    """
-
-    key: tuple[tuple[int, ...], tuple[int, ...]]
-    item: Hypothesis
-    apart: float
-
-    @classmethod
-    def of(
-        cls,
-        source: tuple[int, ...],
-        item: Hypothesis,
-        times: Sequence[Sequence[Hypothesis]],
-        place: int,
-    ) -> _Doubted:
-        """Compares a hypothesis with those found in its place each time."""
-        scores = np.array([each.score for time in times for each in time[place : place + 1]])
-        with np.errstate(invalid="ignore"):  # of searches that failed
-            apart = float(np.abs(scores - item.score).max(initial=0.0))
-        return cls((source, item.scored_tokens), item, apart)
