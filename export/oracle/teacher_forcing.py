@@ -138,9 +138,15 @@ class TeacherForcing:
         return TaskMetric(WORST_CHOICE, 0.0, self.furthest, self.furthest, budget)
 
     def perplexity(self, budget: float) -> TaskMetric:
-        """Returns the change of the perplexity (exp of the mean loss)."""
-        reference, found = np.exp(self.losses / self.tokens).tolist()
-        return TaskMetric(PERPLEXITY, reference, found, abs(found / reference - 1), budget)
+        """Returns the change of the perplexity (exp of the mean loss).
+
+        Above 709 nats a perplexity is infinite in float64, the change is not.
+        """
+        losses = self.losses / self.tokens
+        with np.errstate(over="ignore"):
+            reference, found = np.exp(losses).tolist()
+            change = float(np.abs(np.expm1(losses[1] - losses[0])))
+        return TaskMetric(PERPLEXITY, reference, found, change, budget)
 
 
 def kept_share(measure: str, kept: int, number: int, budget: float) -> TaskMetric:

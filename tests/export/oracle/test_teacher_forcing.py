@@ -61,6 +61,9 @@ def test_perplexity_is_that_of_what_was_fed() -> None:
     assert task.reference == pytest.approx(4.0)
     assert task.found == pytest.approx(7 / 4**0.5)
     assert task.change == pytest.approx(1 - 7 / 8)
+    far = np.array([[0.0, 2000.0]])
+    forcing.add([9, 0] + [0] * 9, *[np.repeat(far, 10, axis=0)] * 3)
+    assert forcing.perplexity(np.inf).passed, "no number in float64 is as large"
 
 
 def test_nan_stays() -> None:
