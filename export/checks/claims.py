@@ -272,6 +272,8 @@ def _search_problem(item: RecordedSearch, sources: Sequence[Sequence[int]], orac
     exact, fresh = (oracle.scores(sources, each, options) for each in (recorded, answers))
     moved = 0
     for told, true, own in zip(*map(chain.from_iterable, (item.exact, exact, fresh)), strict=True):
+        if told.own > Tolerance.factor * own.own and own.wider is not None:
+            own = own.wider()
         moved += told.own > Tolerance.factor * max(own.own, oracle.tolerance.floor)
         if not abs(told.score - true.score) <= own.own:
             return f"{item.name}: a score is {abs(told.score - true.score):.1e} nats off"
