@@ -45,6 +45,7 @@ from transferry.build_model.train.vocabulary import train_bpe
 from transferry.export.bundle import Contents, export_bundle
 from transferry.export.checks.texts import CALIBRATED
 from transferry.export.oracle.cases import fitting
+from transferry.export.recipes import RECIPES
 from transferry.export.trace.graph import Traces
 from transferry.export.verify import Request, verify_against
 from transferry.runtime.bundle.bundle import Bundle
@@ -55,7 +56,10 @@ from transferry.runtime.proof.report import ParityReport
 from transferry.runtime.tables import table
 from transferry.runtime.tokenizer.special_tokens import PASSAGES, PROMPTS, SOURCES
 
-VARIANTS = ("portable-int8", "cpu-fp32", "cpu-int8", "cpu-int8-blocks", "cpu-int4")
+VARIANTS = (
+    *("portable-int8", "cpu-fp32", "cpu-int8", "cpu-int8-blocks", "cpu-int4"),
+    "cpu-int8-kernels",
+)
 KINDS = ("own", *TYPES)
 GROUP = 8  # draws that a process exports
 TRIES = 6  # of sizes that may not fit each other
@@ -245,7 +249,7 @@ def make(number: int, kind: str, folder: Path) -> dict[str, Any]:
     lines = [each.source for each in builtin_pairs(60, seed=number)]
     fit = fitting(lines, checkpoint.tokenizer, checkpoint.model.config)
     for name in ("portable", *draw.sample(VARIANTS, 2)):
-        contents = Contents(fit[:8], (name,), fit if name == "cpu-int8" else ())
+        contents = Contents(fit[:8], (name,), fit if RECIPES[name].precision.calibrated else ())
         try:
             export_bundle(checkpoint, folder / name, contents, traces=traces, prove=lambda *_: None)
         except (TransferryError, ArithmeticError) as error:
