@@ -106,10 +106,10 @@ class CheckpointWeights:
         return activations[name].wide if name in activations else ()
 
     def _divisor(self, name: str) -> float:
-        """Divisor of the attention scores in the layer of a weight; 1 outside of layers."""
+        """Divisor of the attention scores in the layer of a weight, of the logits outside."""
         found = re.match(r"(encoder|decoder|rereading)\.(\d+)\.", name)
         if found is None:
-            return 1.0
+            return self._config.output_softcap or 1.0
         encodes = found[1] == "encoder"
         return float(
             (self._config.encoder_config() if encodes else self._config).divisor(int(found[2]))

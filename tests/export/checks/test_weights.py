@@ -10,6 +10,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from tests.export.conftest import graphs_of, random_reader, written
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.export.checks import weights as stored_weights
 from transferry.export.checks.weights import CheckpointWeights, weights_claim
@@ -65,6 +66,15 @@ def test_every_weight_is_looked_at(
         changed = ir.Tensor(array, name=key).numpy().astype(np.float64)
         wrong = ~(np.abs(changed - wanted.double().numpy()) <= slack * np.abs(wanted.numpy()))
         assert wrong.sum() == 1, key
+
+
+def test_a_cap_that_divides_the_scales_of_the_lm_head_is_no_fault(tmp_path: Path) -> None:
+    """A cap that is a power of two divides the scales instead of the product, as in attention."""
+    model = random_reader(output_softcap=4.0)
+    bundle = written(tmp_path, model, "cpu-int4", graphs_of(model, "cpu-int4"))
+    held = ir.load(bundle.graph(bundle.variant("cpu-int4").graphs["encoder"])).graph.initializers
+    assert "embedding.weight.divided_scales" in held
+    assert weights_claim(model, bundle, bundle.variant("cpu-int4"), None).problem == ""
 
 
 def test_a_wrong_weight_is_named(calm: Checkpoint, all_variants: Bundle, tmp_path: Path) -> None:
