@@ -55,6 +55,7 @@ QUANTISERS = ("QuantizeLinear", "DynamicQuantizeLinear")
 # Kernels with products, of the package transferry-kernels.
 PRODUCTS = ("Linear", "LinearNorm", "FeedForward", "LinearToHeads")
 SAMPLED = 64  # positions that tell which of a graph's values a product reads
+KNOWN = 2.0**-4  # of a step: a value of the last case that is nearer is the same one
 # The worst error so far, torch's own and the budget, in steps; where.
 NOTHING = (0.0, 0.0, 1.0, "")
 
@@ -290,7 +291,7 @@ class Followed:
         self._site += 1
         single, new = steps.dtype == torch.float32, key not in self.sites
         if new:
-            self.sites[key] = _Site(*self._nearest(steps, least, most), [])
+            self.sites[key] = _Site(*self._nearest(steps, scale, least, most), [])
         site = self.sites[key]
         if self._left > 0 and (new or not single):
             self._judge(site, steps, scale, least, most)
@@ -299,7 +300,7 @@ class Followed:
         self._left -= steps.dim() == 4
         return site.integers.to(steps.dtype, copy=True)
 
-    def _nearest(self, steps: Tensor, least: int, most: int) -> tuple[str, Tensor]:
+    def _nearest(self, steps: Tensor, scale: Any, least: int, most: int) -> tuple[str, Tensor]:
         """Returns the integers of the graph that are nearest to a value, and their name."""
         call = self._calls[self._call]
         own, kept = steps.round().clamp_(least, most), call.kept(steps)
@@ -309,17 +310,23 @@ class Followed:
         # A graph reads the same value in each call of its kind; else the nearest one.
         known, best = (self._call > 0, self._site), ("", own, torch.inf)
         names = [name for name, written in among.items() if written.size == steps.numel()]
+        places = torch.arange(own[..., 0].numel()) if kept is None else kept.flatten().nonzero()
+        few = places.flatten()[:: max(1, len(places) // SAMPLED)]
+        sample, unrounded = (value.flatten(0, -2)[few] for value in (own, steps))
+
+        def distance(name: str) -> float:
+            # Two values may have the same integers in one case, and others in the next.
+            given, wanted = call.rounded.get(name), sample
+            if given is None:
+                shown = _signed(among[name], sample, least, few)
+            else:
+                shown = torch.from_numpy(given).reshape(steps.shape).flatten(0, -2)[few] / scale
+                shown, wanted = shown.clamp_(least, most), unrounded.clamp(least, most)
+            return float((shown - wanted).abs().mean())
 
         def ordered() -> Iterator[str]:
-            yield from (name for name in names if name == self._names.get(known))
-            places = torch.arange(own[..., 0].numel()) if kept is None else kept.flatten().nonzero()
-            few = places.flatten()[:: max(1, len(places) // SAMPLED)]
-            sample = own.flatten(0, -2)[few]
-
-            def distance(name: str) -> float:
-                given = _signed(among[name], sample, least, few)
-                return (given - sample).abs().mean().item()
-
+            last = self._names.get(known)
+            yield from (name for name in names if name == last and distance(name) <= KNOWN)
             yield from sorted(names, key=distance)
 
         for name in ordered():

@@ -116,3 +116,20 @@ def test_a_value_of_zeros_is_judged(side: tuple[Oracle, Bundle]) -> None:
     following.begin()
     following(torch.zeros(5, 7), 1.0, 0, 255)
     assert following.worst[0] == np.inf, "no value of the graph has this size"
+
+
+def test_of_values_with_equal_integers_the_one_before_rounding_tells(
+    side: tuple[Oracle, Bundle],
+) -> None:
+    oracle, bundle = side
+    model = ShownModel(bundle, opened(bundle, INT8))
+    followed(oracle, model, case_of(oracle))
+    call, value = model.calls[0], np.array([[1.2, 2.3]], np.float32)
+    call.products.clear()
+    for name, moved in (("another", -0.4), ("right", 1e-4)):
+        call.products[name] = np.array([[1, 2]], np.int8)
+        call.rounded[name] = value + np.float32(moved)
+    following = Followed(model, oracle.reference)
+    following.begin()
+    following(torch.from_numpy(value), 1.0, -128, 127)
+    assert following.sites[0, 0].name == "right"
