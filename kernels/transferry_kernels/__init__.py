@@ -12,11 +12,11 @@ LIBRARY = Path(__file__).with_name("libtransferry_kernels.so")
 
 
 def obstacle() -> str:
-    """Reason why the kernels cannot run here; empty if they can."""
-    try:
-        return _text("TransferryKernelsObstacle")
-    except OSError as error:
-        return f"the library cannot be loaded: {error}"
+    """Reason why the CPU cannot run the kernels; empty if it can.
+
+    Raises OSError if the library cannot be loaded.
+    """
+    return _text("TransferryKernelsObstacle")
 
 
 def instruction_set() -> str:

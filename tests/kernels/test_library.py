@@ -3,6 +3,7 @@
 import os
 import re
 import resource
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -175,6 +176,20 @@ def test_the_package_says_what_it_is(kernels_folder: Path) -> None:
     found = subprocess.check_output(command, env=told, text=True).splitlines()
     settings = tomllib.loads((SOURCE / "pyproject.toml").read_text(encoding="utf-8"))
     assert found == [f"{settings['project']['version']} 1 libtransferry_kernels.so", "AVX2"]
+
+
+def test_a_package_whose_library_cannot_be_loaded_is_a_fault(
+    kernels_folder: Path, tmp_path: Path
+) -> None:
+    name = "transferry_kernels"
+    shutil.copytree(kernels_folder / name, tmp_path / name)
+    (tmp_path / name / f"lib{name}.so").write_bytes(b"\x7fELF of another machine")
+    program = "from transferry.runtime.doctor import check_kernels as c; print(c())"
+    told = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    found = subprocess.check_output([sys.executable, "-c", program], env=told, text=True)
+    assert "status='fault'" in found
+    assert "cannot be loaded" in found
+    assert "Install it again" in found
 
 
 @pytest.mark.optional("headers of onnxruntime", "g++")
