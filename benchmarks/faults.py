@@ -376,22 +376,11 @@ class Trial:
         found: dict[str, Any] = {"planted": True, "where": where, "files": "", "changes": ""}
         found["answers"] = self.gate.caught_by(self.gate.subject.reopened(folder))
         if not found["answers"]:
-            found["answers"] = self._verify(self.work.subject.reopened(folder))
+            found["answers"] = verified(self.work, self.work.subject.reopened(folder))
         if not found["answers"]:
             found["files"] = self._compare_files(Bundle.load(folder))
             found["changes"] = self._changes(Bundle.load(folder))
         return found
-
-    def _verify(self, copy: BundleSubject) -> str:
-        """Returns the first check of `verify` that a copy fails."""
-        work, found = replace(self.work, subject=copy, files=Findings()), Findings()
-        try:
-            for part in found_by(work.checks(), found, faults=False):
-                if part.failure:
-                    return f"verify: {part.failure}"
-        except TransferryError:
-            return "verify: running"
-        return "" if work.report(found).passed else "verify: report"
 
     def _changes(self, faulty: Bundle) -> str:
         name = self.variant.reference
@@ -403,6 +392,18 @@ class Trial:
         given = faulty, faulty.variant(self.name)
         weights = weights_claim(self.checkpoint.model, *given, self.work.subject.calibration)
         return weights.problem or graphs_claim(self.fresh, *given).problem
+
+
+def verified(work: Verification, copy: BundleSubject) -> str:
+    """Returns the first check of `verify` that a copy of its subject fails; "" for none."""
+    work, found = replace(work, subject=copy, files=Findings()), Findings()
+    try:
+        for part in found_by(work.checks(), found, faults=False):
+            if part.failure:
+                return f"verify: {part.failure}"
+    except TransferryError:
+        return "verify: running"
+    return "" if work.report(found).passed else "verify: report"
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

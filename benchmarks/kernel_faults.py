@@ -2,9 +2,9 @@
 
     python benchmarks/kernel_faults.py CHECKPOINT BUNDLE TEXT [--rows 40] [--only NAME,NAME]
 
-Builds the package from copies of its source, the first as it is, each other one with one fault, and
-verifies the variant cpu-int8-kernels of BUNDLE with each up to the first check that fails. The last
-line is JSON.
+With the package installed (`make kernels`), builds it from copies of its source, the first as it
+is, each other one with one fault, and verifies the variant cpu-int8-kernels of BUNDLE with each up
+to the first check that fails. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from faults import ANSWERS_ALONE, verified
 from sentences import read_sentences
 from transferry.build_model.checkpoint import load_checkpoint
-from transferry.export.checks.check import Findings, found_by
-from transferry.export.oracle.effort import ALL
 from transferry.export.trace.graph import Traces
 from transferry.export.verify import Request, Verification
 from transferry.runtime.bundle.bundle import Bundle
@@ -158,18 +157,8 @@ def build(fault: Fault, folder: Path) -> None:
                 f"expected {fault.right!r} once in {path.name}; correct fault {fault.name}"
             )
         path.write_text(content.replace(fault.right, fault.wrong), encoding="utf-8")
-    pip: list[str | Path] = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "-q",
-        "--no-deps",
-        "--target",
-        site,
-        source,
-    ]
-    subprocess.run(pip, check=True)
+    options = "-q", "--no-deps", "--target"
+    subprocess.run([sys.executable, "-m", "pip", "install", *options, site, source], check=True)
     sys.modules.pop("transferry_kernels", None)
     sys.path.insert(0, str(site))
     kernels.cache_clear()
@@ -177,16 +166,6 @@ def build(fault: Fault, folder: Path) -> None:
     sys.path.remove(str(site))
     if not Path(found.library).is_relative_to(site):
         raise InputError(f"expected the package in {site}, found {found.library or found.found}")
-
-
-def caught_by(work: Verification) -> str:
-    """Opens the bundle anew; returns the first check of `verify` that it fails, "" for none."""
-    subject = work.subject.reopened(work.subject.folder)
-    work, found = replace(work, subject=subject, files=Findings()), Findings()
-    for part in found_by(work.checks(), found, faults=False):
-        if part.failure:
-            return str(part.failure)
-    return "" if work.report(found).passed else "report"
 
 
 def main() -> None:
@@ -206,7 +185,7 @@ def main() -> None:
         checkpoint, bundle = load_checkpoint(arguments.checkpoint), Bundle.load(arguments.bundle)
         texts = read_sentences(arguments.text, arguments.rows)
         model = open_model(bundle, bundle.variant(VARIANT), SessionOptions())
-        request = Request(texts, effort=replace(ALL, files=False))
+        request = Request(texts, effort=ANSWERS_ALONE)
         work = Verification.of(checkpoint, bundle, model, request, Traces())
         work = replace(work, oracle=work.oracle.remembering())
         for fault in FAULTS:
@@ -214,7 +193,7 @@ def main() -> None:
                 continue
             with tempfile.TemporaryDirectory(prefix="transferry-") as folder:
                 build(fault, Path(folder))
-                found[fault.name] = caught_by(work)
+                found[fault.name] = verified(work, work.subject.reopened(bundle.folder))
             print(f"{fault.name}: {found[fault.name] or 'passed'}", file=sys.stderr)
     except TransferryError as error:
         parser.exit(error.exit_code, f"{parser.prog}: {error}\n")
