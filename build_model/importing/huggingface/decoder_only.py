@@ -447,7 +447,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 ONLY: dict[str, dict[str, tuple[Any, ...]]] = {
     "gpt2": {"add_cross_attention": (False,)},
     "mistral": {"layer_types": (None,)},
-    "phi3": {"head_dim": (None,)},
     "stablelm": {"qk_layernorm": (False,)},
     **{kind: {"use_bidirectional_attention": (False,)} for kind in ("gemma", "gemma2")},
     "olmo": {"clip_qkv": (None,)},

@@ -86,6 +86,8 @@ def read_rotary(
     `longest` is max_position_embeddings, `keys` are Llama's by default, and `kind` names the layers
     where each kind of them has settings of its own.
     """
+    # transformers takes it for the rates even where it is not the width of a head.
+    config.only("head_dim", d_head)
     keys, found = keys or RotaryKeys(), _section(config, kind)
     try:
         base = found.number("rope_theta", config.number(keys.base_key, keys.base))

@@ -38,6 +38,7 @@ RECORD = "a record of how the folder was made"
 LABELS = "names of labels and heads, read where a head is imported"
 PIPELINE = "read by pipelines of transformers, not by its models"
 FILES = "the tensors decide"
+NOT_READ = "not read by the model type in transformers"
 
 WITHOUT_EFFECT: Mapping[str, Mapping[str, str]] = {
     CONFIG: {
@@ -89,7 +90,7 @@ WITHOUT_EFFECT: Mapping[str, Mapping[str, str]] = {
             "add_bias_logits layer_norm_elementwise_affine n_ctx pad_vocab_size_multiple "
             "tie_encoder_decoder"
         ),
-        "not read by the model type in transformers": (
+        NOT_READ: (
             "_sliding_window_pattern bos_token_ids cross_attention_hidden_size decoder_bias "
             "down_scale_factor embedding_size eos_token_ids extra_pos_embeddings gap_size "
             "head_dim hidden_act hidden_activation layer_norm_eps max_position_embeddings "

@@ -159,12 +159,9 @@ def nomic_shape(config: Settings, names: set[str]) -> ModelConfig:
         config.leave("rotary_scaling_factor", config.get("rotary_scaling_factor"))
         longest = min(longest, trained)
     shape = sizes(config)
-    own = config.whole("head_dim", head_width(shape))
-    if own != head_width(shape):
-        config.refuse("head_dim", own, "hidden_size / num_attention_heads")
     keys = RotaryKeys(1000.0, "rotary_emb_base")
     head = "cls.predictions.transform.dense.weight" in names
-    rotary = read_rotary(config, own, longest, keys)
+    rotary = read_rotary(config, head_width(shape), longest, keys)
     return ModelConfig(
         **_post_norm_fields(config, rotary, head=head, kinds=2),
         bias=False,
