@@ -86,6 +86,13 @@ def write(folder: Path, draw: Draw, kind: str) -> int:
     config: dict[str, Any] = {**named, "pad_token": "<E>", "mask_token": "<B>"}
     config |= {"tokenizer_class": "PreTrainedTokenizerFast"}
     config |= {"clean_up_tokenization_spaces": draw.random() < 0.5}
+    if draw.random() < 0.3:  # with other flags than tokenizer.json
+        listed = json.loads(made.to_str())["added_tokens"]
+        config["added_tokens_decoder"] = {
+            str(each.pop("id")): {**each, flag: draw.choice([each[flag], not each[flag]])}
+            for each in listed
+            for flag in [draw.choice(["special", "lstrip", "single_word"])]
+        }
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     begin, end = made.token_to_id("<B>"), made.token_to_id("<E>")
     ids = {"bos_token_id": begin, "eos_token_id": end, "pad_token_id": end}

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from msgspec import Meta
-from tokenizers import Tokenizer, decoders, normalizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, normalizers, processors
 
 from transferry.build_model.importing.huggingface.folder import REMEDY, PretrainedFolder, Settings
 from transferry.runtime.errors import InputError, TransferryError, UsageError, install_command
@@ -194,6 +194,8 @@ def _made(pretrained: PretrainedFolder, content: bytes | None, origin: str) -> F
             single=f"$A {end}", pair=f"$A $B {end}", special_tokens=[(end, made.token_to_id(end))]
         )
     segments = "token_type_ids" in theirs.model_input_names
+    if name == AS_IT_IS and file is not None:
+        _keep_special(made, file)
     notes = [] if file is None else _differences(made, file, name)
     pretrained.side = theirs.truncation_side
     _clean_up(pretrained, made)
@@ -328,6 +330,21 @@ def _lower(pretrained: PretrainedFolder, made: Any) -> None:
     each = list(found) if several else [] if found is None else [found]
     if pretrained.lower and not any(isinstance(one, normalizers.Lowercase) for one in each):
         made.normalizer = normalizers.Sequence([normalizers.Lowercase(), *each])
+
+
+def _keep_special(made: Any, file: Any) -> None:
+    """Gives special tokens of tokenizer.json the flags that the library keeps following.
+
+    Read again with other flags, they stay special and are found in the text as before.
+    """
+    now = made.get_added_tokens_decoder()
+    for token, each in file.get_added_tokens_decoder().items():
+        if each.special:
+            sides = {
+                side: getattr(now[token], side) for side in ("single_word", "lstrip", "rstrip")
+            }
+            kept = AddedToken(each.content, special=True, normalized=each.normalized, **sides)
+            made.add_special_tokens([kept])
 
 
 def _differences(made: Any, file: Any, name: str) -> list[str]:

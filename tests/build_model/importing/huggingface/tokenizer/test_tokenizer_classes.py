@@ -17,6 +17,7 @@ import pytest
 
 from tests.build_model.importing.huggingface.drawn import tokenizers, transformers
 from tests.build_model.importing.huggingface.small_models import (
+    change,
     marian_vocabulary,
     require_saved,
     require_their_tokens,
@@ -216,6 +217,22 @@ def test_ids_and_texts_are_those_of_the_class(kind: str, seed: int, tmp_path: Pa
 
 
 AS_IT_IS = "PreTrainedTokenizerFast"
+
+
+@pytest.mark.parametrize("flag", ["special", "lstrip", "single_word"])
+@pytest.mark.parametrize("kind", ["BERT", "RoBERTa", "XLM-R"])
+def test_special_tokens_of_the_file_have_other_flags_in_the_settings(
+    kind: str, flag: str, tmp_path: Path
+) -> None:
+    write_folder(tmp_path, kind)
+    made = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    made.add_special_tokens(["the", "Häuser"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    listed = json.loads(made.to_str())["added_tokens"]
+    flags = {str(each.pop("id")): {**each, flag: not each[flag]} for each in listed}
+    change(tmp_path / TOKENIZER_CONFIG, tokenizer_class=AS_IT_IS, added_tokens_decoder=flags)
+    ours, _ = imported(tmp_path, kind)
+    require_their_tokens(ours, transformers.AutoTokenizer.from_pretrained(tmp_path), TEXTS)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
