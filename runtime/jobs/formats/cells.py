@@ -36,8 +36,7 @@ def decoded(line: bytes, encoding: str = "utf-8") -> str | RowError:
 
 def has_nul(value: Any) -> bool:
     """Whether a NUL is anywhere in a JSON value or an Arrow scalar."""
-    if value is not None and not isinstance(value, str | int | float | list | dict):
-        value = json_value(value)
+    value = _plain(value)
     if isinstance(value, dict):
         return any(map(has_nul, (*value, *value.values())))
     return any(map(has_nul, value)) if isinstance(value, list) else "\0" in str(value)
@@ -47,7 +46,7 @@ def json_value(value: Any) -> Any:
     """Converts a float32 array or an Arrow scalar to JSON values, for `default` of json.dumps.
 
     A float32 becomes the number whose text is the shortest that gives the float32 back. Times
-    become ISO 8601, decimals text, bytes base64; NaN and infinity become null.
+    become ISO 8601, decimals and UUIDs text, bytes base64; NaN and infinity become null.
     """
     if isinstance(value, np.ndarray):
         return [float(text) for text in map(str, value)]
@@ -58,16 +57,20 @@ def json_value(value: Any) -> Any:
         return None
     if types.is_struct(kind):
         return {name: json_value(field) for name, field in value.items()}
+    if (extension := getattr(kind, "extension_name", "")) in ("arrow.uuid", "arrow.bool8"):
+        return str(value.as_py()) if extension == "arrow.uuid" else value.as_py()
+    if isinstance(inner := getattr(value, "value", None), pyarrow.Scalar):
+        return json_value(inner)
     if types.is_nested(kind):
         return [json_value(element) for element in value.values]
-    if types.is_dictionary(kind) or isinstance(value, pyarrow.ExtensionScalar):
-        return json_value(value.value)
     if types.is_floating(kind):
         return float(value.as_py()) if math.isfinite(value.as_py()) else None
-    if types.is_temporal(kind) and not types.is_duration(kind) and not types.is_interval(kind):
-        return value.cast(pyarrow.string()).as_py().replace(" ", "T")
     if types.is_duration(kind):
         return value.value
+    if types.is_interval(kind):
+        return list(value.as_py())
+    if types.is_temporal(kind):
+        return value.cast(pyarrow.string()).as_py().replace(" ", "T")
     if types.is_decimal(kind):
         return str(value.as_py())
     python = value.as_py()
@@ -76,14 +79,20 @@ def json_value(value: Any) -> Any:
 
 def as_text(value: Any) -> str:
     """Returns text as it is, and any other value of a field as JSON."""
-    if value is not None and not isinstance(value, str | int | float | list | dict):
-        value = json_value(value)
+    value = _plain(value)
     return value if isinstance(value, str) else to_json(value)
 
 
 def cell_text(value: Any) -> str:
     """Returns the text of a cell: empty for null, else `as_text`."""
+    value = _plain(value)
     return "" if value is None else as_text(value)
+
+
+def _plain(value: Any) -> Any:
+    """Returns a JSON value as it is, and any other as a JSON value."""
+    known = value is None or isinstance(value, str | int | float | list | dict)
+    return value if known else json_value(value)
 
 
 to_json = json.JSONEncoder(ensure_ascii=False, default=json_value).encode

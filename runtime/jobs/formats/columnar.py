@@ -175,24 +175,43 @@ class ArrowReader(ColumnarReader):
             yield from self._numbered(slices, start, first, last)
 
 
-def _placed(batch: Any) -> Iterator[tuple[Fields | RowError, bytes, tuple[Any, int] | None]]:
-    """Yields fields and bytes of each row, with batch and place where both can be repeated."""
-    for place, (fields, raw) in enumerate(_fields(batch)):
-        undecodable = isinstance(fields, RowError) and fields.kind == "undecodable"
-        yield fields, raw, None if undecodable else (batch, place)
+def _placed(batch: Any) -> Iterator[tuple[Fields | RowError, bytes, tuple[Any, int]]]:
+    """Yields fields of each row, bytes that distinguish it, and batch and place to repeat it."""
+    import pyarrow
 
-
-def _fields(batch: Any) -> Iterator[tuple[Fields | RowError, bytes]]:
-    """Yields the fields of each row, and bytes that distinguish it from others."""
     try:
         batch.validate(full=True)
     except ValueError as error:
         if batch.num_rows > 1:
             for place in range(batch.num_rows):
-                yield from _fields(batch.take([place]))
+                # A copy has no other row's values; `take` has no views.
+                alone = pyarrow.Table.from_batches([batch.slice(place, 1), batch.slice(0, 0)])
+                yield from _placed(alone.combine_chunks().to_batches()[0])
         else:
-            yield RowError("undecodable", str(error)), batch.serialize().to_pybytes()
+            told = RowError("undecodable", str(error))
+            yield told, batch.serialize().to_pybytes(), (_emptied(batch), 0)
         return
+    for place, (fields, raw) in enumerate(_fields(batch)):
+        yield fields, raw, (batch, place)
+
+
+def _emptied(row: Any) -> Any:
+    """Returns a row with null, or else an empty text or list, in place of cells that are wrong."""
+    import pyarrow
+
+    cells = []
+    for cell, field in zip(row.columns, row.schema, strict=True):
+        with suppress(ValueError):
+            cell.validate(full=True)
+            cells.append(cell)
+            continue
+        empty = [] if pyarrow.types.is_nested(field.type) else ""
+        cells.append(pyarrow.array([None if field.nullable else empty], field.type))
+    return pyarrow.record_batch(cells, row.schema)
+
+
+def _fields(batch: Any) -> Iterator[tuple[Fields | RowError, bytes]]:
+    """Yields the fields of each row, or its error, and bytes that distinguish it from others."""
     if batch.nbytes > MOST_LINE:
         for place in range(batch.num_rows):
             yield from _long(batch.slice(place, 1))
@@ -225,7 +244,7 @@ def _values(column: Any) -> list[Any]:
     import pyarrow
 
     types, kind = pyarrow.types, column.type
-    exact = (types.is_integer, types.is_boolean, types.is_float32, types.is_float64, _is_text)
+    exact = (types.is_integer, types.is_boolean, types.is_floating, _is_text)
     if any(is_kind(kind) for is_kind in exact):
         return list(column.to_pylist())
     return [value if value.is_valid else None for value in column]

@@ -7,6 +7,7 @@ import io
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -388,12 +389,13 @@ class ParquetWriter(RowWriter):
         # Closed after an error too: else its destructor complains of the closed file.
         with pyarrow.parquet.ParquetWriter(file, self.schema) as writer:
             while group := list(islice(rows, self.group)):
-                writer.write_table(self.table(group))
+                with _held(pyarrow.ArrowNotImplementedError):
+                    writer.write_table(self.table(group))
 
     def table(self, group: Sequence[Record]) -> Any:
         """Returns records as an Arrow table."""
         pyarrow, found = import_pyarrow(), {}
-        if self.columns is not None and self.columns.source:
+        if self.columns is not None and self.columns.source and ARROW in group[0]:
             found = self._repeated(group, self.columns.repeated)
         for field in self.schema:
             if field.name in found:
@@ -411,20 +413,13 @@ class ParquetWriter(RowWriter):
         schema = pyarrow.schema([self.schema.field(name) for name in names])
         slices: list[tuple[Any, int, int]] = []
         for record in group:
-            batch, place = record.get(ARROW, (None, 0))
+            batch, place = record[ARROW]
             if slices and slices[-1][0] is batch and sum(slices[-1][1:]) == place:
                 batch, first, rows = slices.pop()
                 slices.append((batch, first, rows + 1))
             else:
                 slices.append((batch, place, 1))
-        if all(batch is None for batch, _, _ in slices):
-            return {}
-        batches = [
-            pyarrow.record_batch([pyarrow.nulls(rows, kind) for kind in schema.types], schema)
-            if batch is None
-            else with_schema(batch, schema).slice(first, rows)
-            for batch, first, rows in slices
-        ]
+        batches = [with_schema(batch, schema).slice(first, rows) for batch, first, rows in slices]
         whole = pyarrow.Table.from_batches(batches).combine_chunks()
         return dict(zip(names, whole.columns, strict=True))
 
@@ -436,7 +431,8 @@ class ParquetWriter(RowWriter):
         with pyarrow.parquet.ParquetWriter(file, self.schema) as writer:
             for group in row_groups(batches, self.group):
                 table = pyarrow.Table.from_batches(group).unify_dictionaries()
-                writer.write_table(table.combine_chunks())
+                with _held(pyarrow.ArrowNotImplementedError):
+                    writer.write_table(table.combine_chunks())
 
     def _batches(self, path: Path) -> Iterator[Any]:
         with opened_parquet(path) as file:
@@ -468,14 +464,19 @@ def _schema(rows: Layout, columns: OutputColumns, width: int) -> Any:
     fields += [(name, _arrow_type(kind, width)) for name, kind in columns.kinds.items()]
     wanted = pyarrow.schema(fields, rows.schema.metadata if of_table else None)
     file = io.BytesIO()
-    try:
-        with pyarrow.parquet.ParquetWriter(file, wanted) as writer:
-            writer.write_table(wanted.empty_table())
-    except pyarrow.ArrowException as error:
-        raise UsageError(
-            f"{rows.path}: Parquet cannot hold a column: {error}; leave it out with --drop"
-        ) from error
+    with _held(pyarrow.ArrowException, OSError):
+        pyarrow.parquet.ParquetWriter(file, wanted).close()
     return pyarrow.parquet.ParquetFile(io.BytesIO(file.getvalue())).schema_arrow
+
+
+@contextmanager
+def _held(*errors: type[Exception]) -> Iterator[None]:
+    """Converts errors to UsageError, such as of views in lists, which Arrow cannot always write."""
+    try:
+        yield
+    except errors as error:
+        told = f"Parquet cannot hold a column: {error}; leave it out with "
+        raise UsageError(told, Option("drop")) from error
 
 
 def _arrow_type(kind: Kind, width: int) -> Any:

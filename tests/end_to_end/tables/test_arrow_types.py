@@ -1,0 +1,272 @@
+"""Columns of any Arrow type, in any other, pass from file to file with every value and their type.
+
+Values are compared with those that pyarrow reads from its own files, as JSON made by this module.
+"""
+
+import base64
+import csv
+import datetime
+import decimal
+import io
+import json
+import math
+import random
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import THOROUGH
+from tests.runtime.jobs.helpers import Echo, read_records
+from transferry.runtime.errors import TransferryError, UsageError
+from transferry.runtime.jobs.job import Job
+from transferry.runtime.jobs.job_options import JobOptions
+
+pyarrow = pytest.importorskip("pyarrow", minversion="21", reason="pyarrow 21 has the newer types")
+parquet = pytest.importorskip("pyarrow.parquet")
+compute = pytest.importorskip("pyarrow.compute")
+
+TRIALS = 2000 if THOROUGH else 60
+UNITS = {"s": 0, "ms": 3, "us": 6, "ns": 9}
+HALF = datetime.timezone(datetime.timedelta(hours=5.5))
+ZONES = {None: datetime.UTC, "UTC": datetime.UTC, "+05:30": HALF}
+EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
+TEXTS = ["", "a", "007", "null", "x\ny", "é\u2028", '"', " b ", "\t\r", "NaN", "[1]", "\ufeff"]
+REALS = [0.0, -0.0, 1.5, math.nan, math.inf, -math.inf, 0.1, 65504.0, 5e-324, 1e300]
+BYTES = [b"", b"\xff", b"\0", b"abc"]
+Draw = random.Random
+
+
+def numbers(bits: int, *, signed: bool = True) -> list[int]:
+    return [0, 1, 2 ** (bits - signed) - 1, -(2 ** (bits - 1)) * signed]
+
+
+def decimals(precision: int, scale: int) -> list[decimal.Decimal]:
+    most = 10**precision - 1
+    return [decimal.Decimal((sign, tuple(map(int, str(most))), -scale)) for sign in (0, 1)]
+
+
+SECONDS = [0, -1, 951_782_400, 10**9 + 1, 2 * 10**9]
+# Each type with values that it holds.
+SIMPLE: list[tuple[Any, list[Any]]] = [
+    (pyarrow.null(), [None]),
+    (pyarrow.bool_(), [True, False]),
+    *((getattr(pyarrow, f"int{bits}")(), numbers(bits)) for bits in (8, 16, 32, 64)),
+    *((getattr(pyarrow, f"uint{bits}")(), numbers(bits, signed=False)) for bits in (8, 16, 32, 64)),
+    *((pyarrow.float16(), REALS[:8]), (pyarrow.float32(), REALS[:9]), (pyarrow.float64(), REALS)),
+    (pyarrow.date32(), [-1, 0, 19_782]),
+    (pyarrow.date64(), [-86_400_000, 0, 86_400_000]),
+    *((pyarrow.time32(unit), [0, 86_399 * 10 ** UNITS[unit]]) for unit in ("s", "ms")),
+    *((pyarrow.time64(unit), [1, 86_399 * 10 ** UNITS[unit]]) for unit in ("us", "ns")),
+    *(
+        (pyarrow.timestamp(unit, zone), [1, *(each * 10 ** UNITS[unit] for each in SECONDS)])
+        for unit in UNITS
+        for zone in ZONES
+    ),
+    *((pyarrow.duration(unit), [0, -1, 10**12]) for unit in UNITS),
+    *((kind, TEXTS) for kind in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view())),
+    *((kind, BYTES) for kind in (pyarrow.binary(), pyarrow.large_binary(), pyarrow.binary_view())),
+    (pyarrow.binary(3), [b"\xff\0a"]),
+    (pyarrow.decimal32(5, 2), decimals(5, 2)),
+    (pyarrow.decimal64(10, 3), decimals(10, 3)),
+    *((pyarrow.decimal128(20, scale), decimals(20, scale)) for scale in (4, -2)),
+    (pyarrow.decimal256(60, 5), decimals(60, 5)),
+    (pyarrow.month_day_nano_interval(), [pyarrow.MonthDayNano([1, -2, 3])]),
+]
+
+
+def column(draw: Draw, rows: int, depth: int = 2) -> Any:
+    """An array of a drawn type."""
+    shape, absent = draw.randrange(10), draw.random() < 0.7
+    mask = pyarrow.array([absent and draw.random() < 0.2 for _ in range(rows)], "bool")
+    if shape < 4 or not depth:
+        kind, values = draw.choice(SIMPLE)
+        given = [None if gone else draw.choice(values) for gone in mask.to_pylist()]
+        return pyarrow.array(given, kind)
+    if shape == 4:
+        kind, values = draw.choice([each for each in SIMPLE[1:] if "view" not in str(each[0])])
+        places = pyarrow.array([draw.randrange(len(values)) for _ in range(rows)], "int8")
+        places = compute.if_else(mask, None, places)
+        return pyarrow.DictionaryArray.from_arrays(places, pyarrow.array(values, kind))
+    if shape == 5:
+        kinds: dict[Any, list[Any]] = {
+            pyarrow.uuid(): [b"\xff" * 16],
+            pyarrow.json_(): TEXTS,
+            pyarrow.bool8(): [0, 1],
+        }
+        kind, values = draw.choice(list(kinds.items()))
+        stored = [None if gone else draw.choice(values) for gone in mask.to_pylist()]
+        return pyarrow.ExtensionArray.from_storage(kind, pyarrow.array(stored, kind.storage_type))
+    if shape == 6:
+        values = column(draw, max(1, rows // 2), 0)
+        ends = [*range(2, rows, 2), rows][: len(values)] if rows else []
+        ends = pyarrow.array(ends, pyarrow.int32())
+        return pyarrow.RunEndEncodedArray.from_arrays(ends, values[: len(ends)])
+    inner = column(draw, 2 * rows, depth - 1)
+    narrow = pyarrow.array(range(0, 2 * rows + 1, 2), pyarrow.int32())
+    wide, named = narrow.cast(pyarrow.int64()), {"mask": mask}
+    match draw.randrange(7):
+        case 0:
+            return pyarrow.ListArray.from_arrays(narrow, inner, **named)
+        case 1:
+            return pyarrow.LargeListArray.from_arrays(wide, inner, **named)
+        case 2:
+            sizes = pyarrow.array([2] * rows, "int32")
+            return pyarrow.ListViewArray.from_arrays(narrow[:-1], sizes, inner, **named)
+        case 3:
+            sizes = pyarrow.array([2] * rows, "int64")
+            return pyarrow.LargeListViewArray.from_arrays(wide[:-1], sizes, inner, **named)
+        case 4:
+            return pyarrow.FixedSizeListArray.from_arrays(inner, 2, **named)
+        case 5:
+            keys = pyarrow.array(["k", "l"] * rows, "string")
+            return pyarrow.MapArray.from_arrays(narrow, keys, inner, **named)
+    return pyarrow.StructArray.from_arrays([inner[:rows], mask], ["a", ""], **named)
+
+
+def plain(value: Any) -> Any:
+    """An Arrow scalar as the JSON value that docs/formats.md promises."""
+    kind, types = value.type, pyarrow.types
+    if not value.is_valid:
+        return None
+    if isinstance(value, pyarrow.ExtensionScalar):
+        storage = value.value.as_py()
+        named: dict[str, Any] = {
+            "arrow.uuid": lambda it: str(uuid.UUID(bytes=it)),
+            "arrow.bool8": bool,
+        }
+        return named.get(kind.extension_name, str)(storage)
+    if types.is_dictionary(kind) or types.is_run_end_encoded(kind):
+        return plain(value.value)
+    if types.is_struct(kind):
+        return {name: plain(each) for name, each in value.items()}
+    if types.is_nested(kind):
+        return [plain(each) for each in value.values]
+    if types.is_floating(kind):
+        return float(value.as_py()) if math.isfinite(value.as_py()) else None
+    if types.is_decimal(kind):
+        return str(value.as_py())
+    if types.is_duration(kind):
+        return value.value
+    if types.is_date(kind):
+        return value.as_py().isoformat()
+    if types.is_interval(kind):
+        return [*value.as_py()]
+    if types.is_time(kind) or types.is_timestamp(kind):
+        digits = UNITS[kind.unit]
+        seconds, part = divmod(value.value, 10**digits)
+        zone = kind.tz if types.is_timestamp(kind) else None
+        at = (EPOCH + datetime.timedelta(seconds=seconds)).astimezone(ZONES[zone])
+        text = f"{at:%H:%M:%S}" if types.is_time(kind) else f"{at:%Y-%m-%dT%H:%M:%S}"
+        text += f".{part:0{digits}}" if digits else ""
+        return text + {None: "", "UTC": "Z", "+05:30": "+0530"}[zone]
+    found = value.as_py()
+    return base64.b64encode(found).decode() if isinstance(found, bytes) else found
+
+
+def written(path: Path, draw: Draw) -> Any:
+    """Writes a table of drawn columns; returns it as pyarrow reads it."""
+    rows = draw.randrange(12)
+    columns = {name: column(draw, rows) for name in draw.sample(["n", "score", "ä b", ""], 2)}
+    texts = pyarrow.array([draw.choice([*TEXTS, None]) for _ in range(rows)], pyarrow.string())
+    table = pyarrow.table({"text": texts, **columns}).replace_schema_metadata({"of": "theirs"})
+    if path.suffix == ".parquet":
+        parquet.write_table(table, path, row_group_size=4)
+        return parquet.read_table(path)
+    kind = draw.choice([pyarrow.ipc.new_file, pyarrow.ipc.new_stream])
+    with kind(str(path), table.schema) as file:
+        file.write_table(table, max_chunksize=draw.choice([1, 3, 99]))
+    return table
+
+
+def again(table: Any) -> Any:
+    """The table as pyarrow reads it from its own Parquet."""
+    file = io.BytesIO()
+    parquet.write_table(table, file)
+    return parquet.read_table(file)
+
+
+def cells(table: Any) -> list[list[Any]]:
+    return [[json.dumps(plain(value)) for value in column] for column in table.columns]
+
+
+def require_same(table: Any, out: Path) -> None:
+    if out.suffix == ".parquet":
+        expected, found = again(table), parquet.read_table(out).select(range(table.num_columns))
+        assert found.schema.equals(expected.schema, check_metadata=True)
+        assert cells(found) == cells(expected)
+        return
+    if out.suffix == ".jsonl":
+        for place, record in enumerate(read_records(out)):
+            for name in table.column_names:
+                if name != "text":
+                    assert json.dumps(record[name]) == json.dumps(plain(table[name][place]))
+        return
+    with out.open(newline="") as file:
+        header, *rows = csv.reader(file)
+    assert header[: table.num_columns] == table.column_names
+    for place, row in enumerate(rows):
+        for name, cell in zip(table.column_names, row, strict=False):
+            wanted = plain(value := table[name][place])
+            if pyarrow.types.is_floating(value.type) and value.is_valid and wanted is None:
+                assert str(float(cell)) == str(float(value.as_py()))
+            elif isinstance(wanted, str) or wanted is None:
+                assert cell == (wanted or "")
+            else:
+                assert json.dumps(json.loads(cell)) == json.dumps(wanted)
+
+
+def test_columns_of_any_type(tmp_path: Path) -> None:
+    draw, passed = random.Random(0), 0
+    for trial in range(TRIALS):
+        path = tmp_path / f"{trial}.{draw.choice(['parquet', 'arrow'])}"
+        try:
+            table = written(path, draw)
+        except (pyarrow.ArrowException, OSError):  # a type in another that Arrow cannot write
+            continue
+        out = path.with_suffix(draw.choice([".out.parquet", ".jsonl", ".csv"]))
+        options = JobOptions(chunk_rows=draw.choice([1, 3, 99]), column=("text",))
+        try:
+            Job(Echo(), path, out, options).run()
+        except TransferryError as error:
+            assert out.suffix == ".parquet", error
+            continue
+        passed += 1
+        require_same(table, out)
+    assert passed > TRIALS / 2
+
+
+@pytest.mark.parametrize("nullable", [True, False])
+@pytest.mark.parametrize("nested", [True, False])
+def test_cells_that_are_no_text_are_emptied_alone(
+    tmp_path: Path, nullable: bool, nested: bool
+) -> None:
+    """Other cells of the row stay; a column without nulls gets none."""
+    wrong: Any = pyarrow.array([b"a", b"\xff", b"c"]).view(pyarrow.string())
+    if nested:
+        offsets = pyarrow.array([0, 1, 2, 3], pyarrow.int32())
+        wrong = pyarrow.ListArray.from_arrays(offsets, wrong)
+    arrays = {"id": pyarrow.array([5, 6, 7]), "text": pyarrow.array([*"xyz"]), "n": wrong}
+    fields = [pyarrow.field(name, arrays[name].type, nullable=nullable) for name in arrays]
+    table = pyarrow.table(list(arrays.values()), schema=pyarrow.schema(fields))
+    parquet.write_table(table, tmp_path / "in.parquet")
+    options = JobOptions(column=("text",), chunk_rows=2)
+    Job(Echo(), tmp_path / "in.parquet", tmp_path / "out.parquet", options).run()
+    found = parquet.read_table(tmp_path / "out.parquet")
+    assert [found.schema.field(name).nullable for name in arrays] == [nullable] * 3
+    rows = found.to_pydict()
+    assert (rows["id"], rows["text"]) == ([5, 6, 7], [*"xyz"])
+    empty: Any = None if nullable else [] if nested else ""
+    assert rows["n"] == ([["a"], empty, ["c"]] if nested else ["a", empty, "c"])
+    assert rows["error_kind"] == [None, "undecodable", None]
+
+
+def test_what_parquet_cannot_hold_is_refused(tmp_path: Path) -> None:
+    wide = pyarrow.array([decimal.Decimal(100)], pyarrow.decimal128(5, -2))
+    with pyarrow.ipc.new_file(
+        str(tmp_path / "in.arrow"), pyarrow.schema([("text", "string"), ("n", wide.type)])
+    ) as file:
+        file.write_table(pyarrow.table({"text": ["a"], "n": wide}))
+    with pytest.raises(UsageError, match=r"Parquet cannot hold a column: .*leave it out with drop"):
+        Job(Echo(), tmp_path / "in.arrow", tmp_path / "out.parquet", JobOptions(column=("text",)))
