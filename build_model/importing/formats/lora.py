@@ -139,7 +139,8 @@ class Adapter:
             )
         for wrapper in (".base_layer", ".modules_to_save"):
             whole = whole.replace(wrapper, "")
-        self.replaced[whole] = name
+        if ".original_module." not in whole:  # that of modules_to_save takes its place
+            self.replaced[whole] = name
 
     def _complete(self, weight: str, change: _Change) -> None:
         expected = [{"A", "B"}, {"row A", "row B"}]

@@ -226,7 +226,7 @@ def adapted(family: Family, config: ModelConfig, tensors: Tensors, adapter: Adap
         if isinstance(move := move_of(name), Move)
         and set(move.ours) & {"embedding.weight", "output.weight"}
     ]
-    if config.tied and len(shared) == 1:
+    if config.tied and config.lm_head and len(shared) == 1:
         raise InputError(
             f"{adapter.tensors.origin}: it changes {shared[0]}, which the model shares between "
             "embedding and output, and not the other; give the model tie_word_embeddings=False and "

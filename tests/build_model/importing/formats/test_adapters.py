@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.build_model.importing.huggingface.drawn import tokenizers, transformers
+from tests.build_model.importing.huggingface.heads import Theirs
 from tests.commands import done
 from transferry.build_model.checkpoint import load_checkpoint
 from transferry.build_model.importing.formats.lora import Adapter
@@ -201,6 +203,33 @@ def test_it_is_what_peft_merges(name: str, tmp_path: Path) -> None:
             assert torch.allclose(found[each], wanted[each], rtol=1e-6, atol=0), each
         else:
             assert torch.equal(found[each], wanted[each]), each
+
+
+@pytest.mark.optional("peft")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["bert", "llama"])
+def test_the_adapter_of_a_classifier_has_its_embedding_and_head(kind: str, tmp_path: Path) -> None:
+    peft = importlib.import_module("peft")
+    base, merged = tmp_path / "base", tmp_path / "merged"
+    told = {"num_labels": 3, "tie_word_embeddings": True}
+    made = type(Theirs(kind, 0, base, "ForSequenceClassification", **told).model)
+    query = {"bert": "query", "llama": "q_proj"}[kind]
+    settings = dict(task_type="SEQ_CLS", target_modules=[query], bias="all")
+    trained = peft.get_peft_model(made.from_pretrained(base), peft.LoraConfig(**settings))
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    trained.save_pretrained(tmp_path / "adapter", save_embedding_layers=True)
+    shutil.copytree(base, merged)
+    model = peft.PeftModel.from_pretrained(made.from_pretrained(base), tmp_path / "adapter")
+    model.merge_and_unload().save_pretrained(merged)
+    found, wanted = (read_pretrained(base, tmp_path / "adapter"), read_pretrained(merged))
+    assert found.config == wanted.config
+    state, plain = wanted.weights.state, read_pretrained(base).weights.state
+    assert any(not torch.equal(state[each], plain[each]) for each in state)
+    for name, tensor in found.weights.state.items():
+        assert torch.equal(tensor, state[name]), name
 
 
 # --- refusals and the command ---------------------------------------------------------------------
