@@ -217,12 +217,18 @@ def is_plain(file: io.BufferedReader, encoding: str | None) -> bool:
     head = file.peek(10)
     marked = next((name for mark, name in _MARKS.items() if head.startswith(mark)), "utf-8")
     packed_as = any(re.match(start, head) for start in PACKED.values())
-    return not packed_as and "\n".encode(encoding or marked) == b"\n"
+    return not packed_as and _is_of_lines(encoding or marked)
 
 
 def encoding_of_lines(encoding: str | None) -> str:
     """Returns the encoding of the lines of `read_raw_lines`."""
-    return encoding if encoding and "\n".encode(encoding) == b"\n" else "utf-8"
+    return encoding if encoding and _is_of_lines(encoding) else "utf-8"
+
+
+def _is_of_lines(encoding: str) -> bool:
+    """Whether bytes tell where lines end, and each line can be decoded alone."""
+    # ISO-2022-KR names its character set once, at the beginning.
+    return "\n".encode(encoding) == b"\n" and codecs.lookup(encoding).name != "iso2022_kr"
 
 
 def _with_usual_ends(
@@ -234,7 +240,7 @@ def _with_usual_ends(
     wanted = codecs.lookup(encoding or marked or "utf-8").name.removesuffix("-sig")
     if marked and not marked.startswith(wanted):
         raise InputError(f"{shown}: expected {wanted}, found the byte order mark of {marked}")
-    if "\n".encode(wanted) == b"\n":
+    if _is_of_lines(wanted):
         return file
     return io.BufferedReader(_Pieces(_in_utf8(file, wanted, shown)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import re
 from collections.abc import Mapping
@@ -131,6 +132,9 @@ class JobOptions(TaskOptions):
 def _require_encoding(name: str) -> None:
     try:
         "\n".encode(name)
+        codecs.getincrementaldecoder(name)("surrogatepass").decode(
+            b"\n"
+        )  # not of idna and punycode
     except (LookupError, ValueError) as error:
         raise UsageError(
             Option("encoding"), f" must be one that Python has, such as cp1252, found {shown(name)}"

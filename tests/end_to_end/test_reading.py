@@ -13,11 +13,9 @@ import io
 import json
 import lzma
 import random
-import re
 import subprocess
 import sys
 import threading
-import zipfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -222,6 +220,7 @@ def test_odd_lines_are_all_there(tmp_path: Path, seed: int) -> None:
         ("a.txt", "Stra\xdfe".encode("cp1252"), {"encoding": "cp1252"}, ["Straße"]),
         ("a.txt", b"a\x81\nb", {"encoding": "cp1252"}, ["<undecodable>", "b"]),
         ("a.txt", b"\xff\xfea\0\n\0\0\xd8\n\0b\0", {}, ["a", "<undecodable>", "b"]),
+        ("a.txt", "한\n한".encode("iso2022_kr"), {"encoding": "iso2022_kr"}, ["한", "한"]),
         ("a.txt", b"", {}, []),
         ("a.txt", b"\xef\xbb\xbf", {}, []),
         ("a.csv", b'sep="\ntext"id\n', {}, ['text"id']),
@@ -284,73 +283,6 @@ def test_what_is_no_rows_is_refused(
     path.write_bytes(content)
     with pytest.raises((InputError, UsageError), match=message):
         rows_of(path)
-
-
-def test_a_sheet_of_excel_is_read(bundle_folder: Path, tmp_path: Path) -> None:
-    texts = [text for text in TEXTS if text and "\x01" not in text and text[0] != "="]
-    as_frame(texts).to_excel(tmp_path / "in.xlsx", index=False)
-    (tmp_path / "in.jsonl").write_text(as_jsonl(texts), encoding="utf-8")
-    wanted = answers(bundle_folder, tmp_path / "in.jsonl")
-    assert answers(bundle_folder, tmp_path / "in.xlsx") == wanted
-    book = openpyxl.load_workbook(tmp_path / "in.xlsx")
-    sheet = book.create_sheet("More")
-    sheet["A3"], sheet["B3"], sheet["C3"] = "text", "id", "day"
-    sheet["A4"], sheet["B4"], sheet["C4"] = "one", 7, pandas.Timestamp("2024-02-29").to_pydatetime()
-    sheet["A6"], sheet["B6"], sheet["B9"].number_format = "_x0009_two", "007", "0.00"
-    sheet["A7"], sheet["D7"] = "#N/A", "beyond"
-    book.save(tmp_path / "two.xlsx")
-    (first, empty, last, beyond) = open_reader(tmp_path / "two.xlsx", sheet="More").rows()
-    assert (first.text, first.id, first.fields) == ("one", 7, {"day": "2024-02-29T00:00:00"})
-    assert (last.text, last.id) == ("\ttwo", "007")
-    assert isinstance(empty.text, RowError)
-    assert beyond.text == RowError("malformed", "expected 3 columns, found 4")
-    for name in (None, "more"):
-        with pytest.raises(InputError, match=r"choose one with --sheet \(Sheet1, More\)"):
-            open_reader(tmp_path / "two.xlsx", sheet=name)
-    sheet["B3"] = "_xD800_"
-    book.save(tmp_path / "two.xlsx")
-    with pytest.raises(InputError, match="the header cannot be read: half of a surrogate pair"):
-        open_reader(tmp_path / "two.xlsx", sheet="More")
-
-
-def test_durations_of_a_sheet_are_written_as_by_pandas(tmp_path: Path) -> None:
-    durations = [pandas.Timedelta(seconds=each) for each in (0, 108_000, -18_000, 2.25, 61)]
-    book = openpyxl.Workbook()
-    for line in ["text", "took"], *(["a", each.to_pytimedelta()] for each in durations):
-        book.active.append(line)
-    book.save(tmp_path / "in.xlsx")
-    found = [row.fields["took"] for row in open_reader(tmp_path / "in.xlsx").rows()]
-    assert found == [each.isoformat() for each in durations]
-
-
-UNITS = ["a", "_x0041_", "_x005F_", "_xD83D_", "_xDE00_", "_xDE00_b", "_x000A_"]
-
-
-@pytest.mark.parametrize("size", ["A1", "A1:A2", "B3:C9", "A1:XFD1048576", None])
-def test_every_cell_of_a_sheet_is_read(tmp_path: Path, size: str | None) -> None:
-    """Whatever size the sheet says it has; a half of a surrogate pair is its row's error."""
-    draw, path = random.Random(size), tmp_path / "in.xlsx"
-    cells = ["".join(draw.choices(UNITS, k=3)) for _ in range(40)]
-    book = openpyxl.Workbook()
-    for line in ("text", "n"), *((cell, number) for number, cell in enumerate(cells)):
-        book.active.append(line)
-    book.save(path)
-    with zipfile.ZipFile(path) as file:
-        members = {name: file.read(name) for name in file.namelist()}
-    told = b"" if size is None else f'<dimension ref="{size}"/>'.encode()
-    with zipfile.ZipFile(path, "w") as file:
-        for name, content in members.items():
-            file.writestr(name, re.sub(rb"<dimension[^>]*>", told, content))
-    rows = list(open_reader(path, column="text").rows())
-    assert [row.number for row in rows] == [*range(40)]
-    for cell, row in zip(cells, rows, strict=True):
-        # A JSON string with the same escapes, which the json module joins to pairs.
-        text = json.loads('"' + re.sub("_x(....)_", r"\\u\1", cell) + '"')
-        if any("\ud800" <= letter <= "\udfff" for letter in text):
-            assert isinstance(row.text, RowError)
-            assert row.text.kind == "undecodable"
-        else:
-            assert (row.text, row.fields) == (text, {"n": row.number})
 
 
 def test_a_nul_is_an_error_of_its_row(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 import zipfile
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -23,8 +24,11 @@ from transferry.runtime.jobs.job_options import InputFormat
 
 # Texts of all sheets, which Excel stores once and a reader holds, in bytes.
 _TEXTS, _MOST_TEXTS = "xl/sharedStrings.xml", 256 << 20
-# Values of cells whose formula failed.
-_FAILED = frozenset({"#N/A", "#REF!", "#DIV/0!", "#VALUE!", "#NAME?", "#NULL!", "#NUM!"})
+# Errors of openpyxl and zipfile for a damaged file.
+_DAMAGES = (
+    *(zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, SyntaxError),
+    *(LookupError, ValueError, TypeError, AttributeError),
+)
 # Characters that XML cannot hold, as Excel writes them.
 _ESCAPED = re.compile("(_x[0-9A-Fa-f]{4}_)+")
 
@@ -73,14 +77,14 @@ class SpreadsheetReader(RowReader):
             book = openpyxl.load_workbook(file, read_only=True, data_only=True)
             for sheet in book:
                 sheet.reset_dimensions()  # some programs store a smaller size than the sheet has
-            yield _filled(self._chosen(book).iter_rows(values_only=True))
+            yield _filled(self._chosen(book).iter_rows())
 
     def _chosen(self, book: Any) -> Any:
         visible = [sheet for sheet in book.worksheets if sheet.sheet_state == "visible"]
         named = {sheet.title: sheet for sheet in (visible if self._sheet is None else book)}
         if self._sheet is not None and self._sheet in named:
             return named[self._sheet]
-        filled = [each for each in visible if next(_filled(each.iter_rows(values_only=True)), None)]
+        filled = [each for each in visible if next(_filled(each.iter_rows()), None)]
         if self._sheet is None and len(filled) == 1:
             return filled[0]
         problem = "expected one sheet with rows" if self._sheet is None else "no such sheet"
@@ -100,15 +104,18 @@ def _told(path: Source) -> Iterator[None]:
         yield
     except OSError as error:
         raise unreadable(path, error) from error
-    except (zipfile.BadZipFile, KeyError, ValueError, TypeError, SyntaxError, EOFError) as error:
+    except _DAMAGES as error:
         raise InputError(f"{path}: cannot be read as a workbook: {error}") from error
 
 
 def _filled(rows: Iterator[Sequence[Any]]) -> Iterator[Sequence[Any]]:
-    """Yields rows without empty cells at their end; drops the first and last empty rows."""
+    """Yields values of rows of cells, without empty ones at the end of a row.
+
+    Drops the first and last empty rows; a formula that failed leaves an empty cell.
+    """
     begun, empty = False, 0
     for row in rows:
-        cells = [_plain(cell) for cell in row]
+        cells = [None if cell.data_type == "e" else _plain(cell.value) for cell in row]
         while cells and cells[-1] is None:
             cells.pop()
         if not cells:
@@ -120,9 +127,9 @@ def _filled(rows: Iterator[Sequence[Any]]) -> Iterator[Sequence[Any]]:
 
 
 def _plain(cell: Any) -> Any:
-    """Returns a cell as a JSON value; dates, times and durations as in ISO 8601."""
+    """Returns a value as a JSON value; dates, times and durations as in ISO 8601."""
     if isinstance(cell, str):
-        return None if cell in _FAILED else _ESCAPED.sub(_unescaped, cell)
+        return _ESCAPED.sub(_unescaped, cell)
     if isinstance(cell, float) and cell.is_integer() and abs(cell) < 1 << 53:
         return int(cell)
     if cell is None or isinstance(cell, bool | int | float):
