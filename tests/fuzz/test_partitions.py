@@ -51,6 +51,13 @@ def require_fields(files: list[Path], out: Path) -> None:
         fields = json.loads(line.decode("utf-8-sig")) if b"{" in line else {"note": None}
         wanted = json.dumps(fields["note"], ensure_ascii=False)
         kept, note = record.get("note"), fields["note"]
+        if "id" in fields and not (record.get("error") or record.get("error_kind")):
+            given, found = fields["id"], record["id"]
+            same = found == given and type(found) is type(given)
+            if out.suffix != ".jsonl" and not same:
+                given = given if isinstance(given, str) else json.dumps(given)
+                same = str(found) == given
+            assert same or fields["id"] is None, line
         if out.suffix == ".jsonl":
             kept = json.dumps(kept, ensure_ascii=False)
         elif isinstance(note, str) or note is None:
@@ -76,6 +83,8 @@ def content(draw: random.Random, form: str) -> bytes:
             {"id": None},
             {"id": ""},
             {"id": 3.5},
+            {"id": True},
+            {"id": 2**63},
         ]
         lines = [
             json.dumps({"text": text(draw), "note": value(draw), **draw.choice(ids)}) for _ in rows

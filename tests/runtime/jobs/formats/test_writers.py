@@ -3,6 +3,7 @@
 import errno
 import gzip
 import io
+import json
 import random
 import sys
 import tracemalloc
@@ -107,6 +108,20 @@ def test_jsonl_to_a_table_has_the_fields_of_the_first_row(tmp_path: Path) -> Non
             assert [(row.fields["n"], row.fields["m"]) for row in again[:3]] == [
                 (n or "", m or "") for n, m in expected
             ]
+
+
+@pytest.mark.parametrize("id", [7, -(2**63), None, 1.5, 1.0, True, "7", 2**63, [1]])
+def test_an_id_of_a_later_row_is_kept_or_refused(tmp_path: Path, id: Any) -> None:
+    """Where the first object has none, ids are the numbers of rows, a column of integers."""
+    content = f'{{"text": "a"}}\n{json.dumps({"text": "b", "id": id})}\n'.encode()
+    rows = reader_of(tmp_path, "in.jsonl", content)
+    writer = open_writer(tmp_path / "out.parquet", rows=rows.layout)
+    _, row = map(writer.admit, rows.rows())
+    path = write(writer, tmp_path / "out.parquet", [{"id": row.id}])
+    if type(id) is int and id < 2**63:
+        assert parquet.read_table(path)["id"].to_pylist() == [id]
+    else:
+        assert (row.id, isinstance(row.text, RowError)) == (None, id is not None)
 
 
 @pytest.mark.parametrize("name", ["out.csv", "out.tsv", "out.jsonl", "out.parquet"])
