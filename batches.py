@@ -162,7 +162,11 @@ class _Plan(ColumnarReader):
             if name not in self.layout.names:
                 known = ", ".join(self.layout.names)
                 raise InputError(f"the batch has no column {name}; it has {known}")
-            column = batch.column(name) if hasattr(batch, "schema") else batch[name]
+            if self.layout.names.count(name) > 1:
+                raise InputError(f"the batch: two columns have the name {name!r}; rename one")
+            # Names of a frame may be numbers.
+            is_frame = not isinstance(batch, Mapping) and not hasattr(batch, "schema")
+            column = batch.iloc[:, self.layout.names.index(name)] if is_frame else batch[name]
             if not isinstance(column, pyarrow.Array | pyarrow.ChunkedArray):
                 try:
                     column = pyarrow.array(column, from_pandas=True)

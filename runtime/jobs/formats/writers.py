@@ -441,7 +441,7 @@ class ParquetWriter(RowWriter):
             yield from file.iter_batches(self.group, use_threads=False)
 
     def _holds_id(self, id: Any) -> bool:
-        # Arrow would make 1 of 1.5 and of true.
+        # Arrow would make 1 of 1.5.
         of_numbers = self.schema.field("id").type == import_pyarrow().int64()
         return id is None or not of_numbers or (type(id) is int and -(2**63) <= id < 2**63)
 

@@ -62,6 +62,9 @@ def test_frames_and_columns(mapper: Mapper, table: Any, expected: Any) -> None:
     lists = mapper({"en": TEXTS, "text": TEXTS})
     assert (lists["text"], lists["transferry_text"]) == (TEXTS, answers)
     assert list(mapper(pandas.DataFrame({"en": np.empty(0)}))["text"]) == []
+    numbered = Mapper(mapper.bundle, column="0", **SETTINGS)(pandas.DataFrame({0: TEXTS, 1: 6}))
+    assert [*numbered][:3] == [0, 1, "text"]
+    assert numbered["text"].tolist() == answers
     arrays = mapper({"en": np.array(TEXTS, object)})
     assert isinstance(arrays["text"], np.ndarray)
     assert arrays["text"].tolist() == answers
@@ -91,6 +94,10 @@ def test_mistakes_are_told_at_once(bundle_folder: Path, mapper: Mapper, table: A
         mapper(table.drop_columns("en"))
     with pytest.raises(InputError, match="expected text in the column en, found int64"):
         mapper({"en": [1, 2]})
+    twice = pyarrow.Table.from_arrays([table["en"]] * 2, ["en", "en"])
+    for batch in (twice, twice.to_batches()[0], twice.to_pandas()):
+        with pytest.raises(InputError, match="the batch: two columns have the name 'en'; rename"):
+            mapper(batch)
     for values in (["a", 5], ["\ud800"]):
         with pytest.raises(InputError, match="expected text in the column en, found "):
             mapper({"en": values})
