@@ -60,8 +60,8 @@ KNOWN = 2.0**-4  # of a step: a value of the last case that is nearer is the sam
 NOTHING = (0.0, 0.0, 1.0, "")
 
 Arrays = dict[str, NDArray[Any]]
-# Shape of a batch, and its blocks of rows with their columns.
-Cut = tuple[tuple[int, ...], list[tuple[slice, int]]]
+# Mask of a batch, and its blocks of rows with their columns.
+Cut = tuple[NDArray[np.bool_], list[tuple[slice, int]]]
 
 
 def _rounded(node: onnx.NodeProto) -> Iterator[tuple[str, str]]:
@@ -202,10 +202,7 @@ class ShownModel:
     def _read(self, mask: NDArray[np.bool_]) -> tuple[Arrays, Arrays]:
         """Takes the inputs of products in a call over rows, and their unrounded values."""
         products, rounded, (rows, length) = {}, {}, mask.shape
-        cuts = [
-            (grid.shape, [*blocks(grid, PASS_TOKENS["cpu"])])
-            for grid in (mask, widened(mask, UNIT))
-        ]
+        cuts = [(grid, [*blocks(grid, PASS_TOKENS["cpu"])]) for grid in (mask, widened(mask, UNIT))]
         for runner in self._runners:
             found = {}
             for name, parts in runner.written.items():
@@ -226,19 +223,19 @@ class ShownModel:
 
 
 def _placed(parts: Sequence[NDArray[Any]], cuts: Iterable[Cut]) -> NDArray[Any] | None:
-    """Puts blocks of rows into one array `[rows, length, width]`.
+    """Puts blocks of rows, or of their tokens alone, into one array `[rows, length, width]`.
 
     Returns None for values that are not of such blocks.
     """
     width = parts[0].shape[-1]
-    for shape, cut in cuts:
-        sizes = [(rows.stop - rows.start) * columns * width for rows, columns in cut]
-        if sizes == [part.size for part in parts]:
-            if sizes == [math.prod(shape) * width]:
-                return parts[0].reshape(*shape, width)
-            whole = np.zeros((*shape, width), parts[0].dtype)
-            for part, (rows, columns) in zip(parts, cut, strict=True):
-                whole[rows, :columns] = part.reshape(-1, columns, width)
+    for mask, cut in cuts:
+        whole = np.zeros((*mask.shape, width), parts[0].dtype)
+        for there in (np.ones_like(mask), mask):
+            masks = [there[rows, :columns] for rows, columns in cut]
+            if [each.sum() * width for each in masks] != [part.size for part in parts]:
+                continue
+            for part, (rows, columns), each in zip(parts, cut, masks, strict=True):
+                whole[rows, :columns][each] = part.reshape(-1, width)
             return whole
     return None
 

@@ -26,13 +26,14 @@ from transferry.export.trace.editing import (
     constant,
     drop_unused,
     only_consumer,
+    rank,
     size,
 )
 from transferry.export.trace.graph import Graph, Traces
 from transferry.export.trace.in_place import FUSED_OPSET, export_fused_graphs
 from transferry.export.trace.portable import export_graphs
 from transferry.runtime.errors import ParityError, UsageError
-from transferry.runtime.precision import BFLOAT16, FLOAT32
+from transferry.runtime.precision import BFLOAT16, FLOAT32, INT8_KERNELS
 
 BFLOAT16_TYPE = ir.DataType.BFLOAT16
 IN_HEADS = [0, 2, 1, 3]  # from [batch, length, heads, d_head] to the heads first, and back
@@ -98,8 +99,11 @@ def fused_graphs(
         graphs = export_graphs(model, traces=traces)
     linears = 0
     for key, graph in graphs.items():
-        linears += Fusion(graph, kernels).run()
-        if key == "encoder" and recipe.on_cpu:
+        fuses = key == "encoder" and recipe.on_cpu
+        # The operators of transferry-kernels read padding.
+        packed = fuses and recipe.precision != INT8_KERNELS
+        linears += Fusion(graph, kernels, packed=packed).run()
+        if fuses:
             found = fuse_attentions(graph)
             expected = found if own else attentions_to_fuse(model.config)
             require_all(recipe, "attentions of the encoder in one operator", expected, found)
@@ -180,7 +184,11 @@ def _fuse(softmax: ir.Node, graph: ir.Graph, biases: dict[ir.Value, ir.Value]) -
     def of_width() -> ir.Value:
         return ir.Value(shape=ir.Shape(["batch", "source", width]), type=kind)
 
-    inputs = [tape.op("Reshape", [value, sizes], output=of_width()) for value in split]
+    inputs = [
+        value if rank(value) == 3 else tape.op("Reshape", [value, sizes], output=of_width())
+        for value in split
+        if value is not None
+    ]
     if bias not in biases:
         biases[bias] = bias
         if bias.shape is not None and bias.shape[2] == 1:

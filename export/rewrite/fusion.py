@@ -4,7 +4,7 @@ One pass over the nodes, in order. The exporter writes a linear layer as MatMul 
 `[batch, length, width]`. onnxruntime adds the bias within its Gemm kernel and applies ReLU there
 too, but only to matrices. So everything between two reshapes becomes a matrix
 `[batch * length, width]`; elementwise operators and those on the last dimension give the same
-result on it.
+result on it. In a packed graph the matrix has the rows of tokens alone, without padding.
 """
 
 from __future__ import annotations
@@ -14,15 +14,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import onnx_ir as ir
 
 from transferry.export.trace.editing import (
     CONTRIB,
     alike,
     argument,
+    cast,
     constant,
     only_consumer,
     rank,
+    shared,
     size,
     transposed_from,
 )
@@ -139,18 +142,24 @@ class FloatKernels:
 class Fusion:
     """Rewrites the linear layers of one graph."""
 
-    def __init__(self, graph: Graph, kernels: Kernels) -> None:
-        """Takes the graph, changed in place; its spec says which outputs become matrices."""
+    def __init__(self, graph: Graph, kernels: Kernels, *, packed: bool = False) -> None:
+        """Takes the graph, changed in place; its spec says which outputs become matrices.
+
+        With `packed`, the inputs are ids and their mask, and matrices have no rows of padding.
+        """
         self.graph, self.kernels, self.linears = graph.model.graph, kernels, 0
         self.matrix_outputs = [spec.name for spec in graph.spec.outputs if len(spec.shape) == 2]
         # Value to its matrix form; a value that has become a matrix maps to itself.
         self._matrices: dict[ir.Value, ir.Value] = {}
+        self._whole: dict[ir.Value, ir.Value] = {}  # the reverse
         self._batch_and_length: ir.Value | None = None
+        self._nodes = list(self.graph)
+        self._packing = _Packing(self.graph) if packed and _is_of_positions(self.graph) else None
         graph.model.opset_imports[CONTRIB] = 1
 
     def run(self) -> int:
         """Rewrites every linear layer; returns their number."""
-        for node in list(self.graph):
+        for node in self._nodes:
             if node.graph is None:
                 continue  # removed with a linear layer
             if (linear := find_linear(node)) is not None:
@@ -198,8 +207,9 @@ class Fusion:
 
     def _restore_inputs(self, node: ir.Node) -> None:
         for index, value in enumerate(node.inputs):
-            # A Reshape names all dimensions of its result.
-            if value is not None and self._is_matrix(value) and node.op_type != "Reshape":
+            # A Reshape names all dimensions of its result, but adds no rows.
+            reshapes = node.op_type == "Reshape" and self._packing is None
+            if value is not None and self._is_matrix(value) and not reshapes:
                 node.replace_input_with(index, self._restored(value, before=node))
 
     def _is_matrix(self, value: ir.Value) -> bool:
@@ -219,21 +229,30 @@ class Fusion:
             reshaped = producer is not None and producer.op_type == "Reshape"
             origin = producer.inputs[0] if producer is not None and reshaped else value
             matrix = self._insert(ir.node("Reshape", [origin, shape]), before)
+            if self._packing is not None:
+                given = [matrix, self._packing.tokens]
+                matrix = self._insert(ir.node("Gather", given, {"axis": 0}), before)
             matrix.type, matrix.shape = value.type, ir.Shape(["rows", width])
             self._matrices[value] = matrix
         return self._matrices[value]
 
     def _restored(self, value: ir.Value, before: ir.Node | None) -> ir.Value:
-        """Returns a matrix reshaped to `[batch, length, width]`."""
-        if self._batch_and_length is None:
-            ids = self.graph.inputs[0]
-            self._batch_and_length = self._insert(ir.node("Shape", [ids]), self.graph[0])
+        """Returns a matrix as `[batch, length, width]`."""
+        if value in self._whole:
+            return self._whole[value]
         width = size(value, -1)
-        last = constant(self.graph, "width", [width])
-        shape = ir.node("Concat", [self._batch_and_length, last], {"axis": 0})
-        self._insert(shape, before)
-        restored = self._insert(ir.node("Reshape", [value, shape.outputs[0]]), before)
+        if self._packing is not None:
+            node = ir.node("Gather", [value, self._packing.places], {"axis": 0})
+        else:
+            if self._batch_and_length is None:
+                ids = self.graph.inputs[0]
+                self._batch_and_length = self._insert(ir.node("Shape", [ids]), self.graph[0])
+            last = constant(self.graph, "width", [width])
+            shape = ir.node("Concat", [self._batch_and_length, last], {"axis": 0})
+            node = ir.node("Reshape", [value, self._insert(shape, before)])
+        restored = self._insert(node, before)
         restored.type, restored.shape = value.type, ir.Shape(["batch", "length", width])
+        self._whole[value] = restored
         return restored
 
     def _insert(self, node: ir.Node, before: ir.Node | None) -> ir.Value:
@@ -252,3 +271,33 @@ def _is_pointwise(node: ir.Node) -> bool:
         axes = node.inputs[1].const_value if len(node.inputs) > 1 and node.inputs[1] else None
         return axes is not None and axes.numpy().tolist() == [-1]
     return node.op_type in ELEMENTWISE
+
+
+class _Packing:
+    """Leaves out padding, and puts it back.
+
+    Attributes:
+        tokens: Which of all positions are tokens `[rows]`.
+        places: Row of each position `[batch, length]`; at padding that of its text's last token, so
+            that infinities of one text do not reach another.
+    """
+
+    def __init__(self, graph: ir.Graph) -> None:
+        """Inserts the nodes into a graph with ids and mask `[batch, length]` as inputs."""
+        mask, tape = graph.inputs[1], ir.tape.Tape()
+        flat, first = constant(graph, "flat", [-1]), shared(graph, "axis", np.int64(0))
+        of_all = tape.op("Reshape", [mask, flat])
+        self.tokens = tape.op("Reshape", [tape.op("NonZero", [of_all]), flat])
+        counts = tape.op("CumSum", [cast(tape, of_all, ir.DataType.INT64), first])
+        rows = tape.op("Sub", [counts, shared(graph, "row", np.int64(1))])
+        self.places = tape.op("Reshape", [rows, tape.op("Shape", [mask])])
+        graph.insert_before(graph[0], tape.nodes)
+
+
+def _is_of_positions(graph: ir.Graph) -> bool:
+    """Whether linear layers read every position, or one vector of each text, and nothing else."""
+    ids = graph.inputs[0].shape
+    read = [linear.x for linear in map(find_linear, graph) if linear is not None]
+    return ids is not None and all(
+        rank(x) == 2 or (rank(x) == 3 and [*(x.shape or ())][:2] == [*ids]) for x in read
+    )

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import onnx_ir as ir
@@ -21,6 +22,7 @@ from transferry.build_model.model.transformer import Transformer
 from transferry.export.bundle import Contents, check_graphs, prove_variant
 from transferry.export.checks.graphs import graphs_claim, tokens_claim
 from transferry.export.checks.weights import weights_claim
+from transferry.export.rewrite import kernels
 from transferry.export.rewrite.calibration import Calibration, calibrate
 from transferry.export.rewrite.kernels import GRAPHS, insert_kernels
 from transferry.export.trace.editing import KERNELS
@@ -129,9 +131,10 @@ def test_a_model_without_a_kernel_is_refused() -> None:
 
 @pytest.fixture(scope="module")
 def plain() -> dict[str, Graph]:
-    """The graphs of cpu-int8 of a model in post-norm."""
+    """The graphs of the variant of a model in post-norm, before they have kernels."""
     model, calibration = calibrated()
-    graphs = graphs_of(model, "cpu-int8", with_wide(calibration))
+    with patch.object(kernels, "insert_kernels", return_value=1):
+        graphs = graphs_of(model, NAME, with_wide(calibration))
     return {name: graphs[name] for name in GRAPHS}
 
 
