@@ -67,6 +67,7 @@ class Side:
     tokenizer: str = ""
     replicas: int = 1
     threads: int = 1
+    processes: int = 1
 
     def tune(
         self,
@@ -92,8 +93,12 @@ class Side:
 
     def _layouts(self) -> list[Side]:
         cores = usable_cores()
-        layouts = dict.fromkeys([(cores, 1), (1, cores)])
-        return [replace(self, replicas=count, threads=threads) for count, threads in layouts]
+        layouts = dict.fromkeys([(cores, 1, 1), (1, cores, 1), (cores, 1, cores)])
+        return [
+            replace(self, replicas=count, threads=threads, processes=processes)
+            for count, threads, processes in layouts
+            if processes == 1 or self.name == "engine"
+        ]
 
     def open(self) -> Answering:
         """Opens the model."""
@@ -109,6 +114,7 @@ class Side:
             SessionOptions(threads=self.threads),
             variant=self.kind,
             replicas=self.replicas,
+            processes=self.processes,
         )
 
         def answer(
@@ -133,6 +139,7 @@ class Tuned:
         return {
             "replicas": self.side.replicas,
             "threads": self.side.threads,
+            "processes": self.side.processes,
             "batch_rows": self.batch_rows,
         }
 

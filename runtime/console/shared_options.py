@@ -244,6 +244,12 @@ job_options = together(
         help="Concurrent batches per device. Default: one per core, or one per GPU.",
     ),
     machine(
+        "--processes",
+        type=click.IntRange(1, 1024),
+        help="Processes that share the replicas of the CPU: faster with many replicas, or few rows "
+        "per batch. Each opens the bundle for itself. Default: one for each 8 replicas.",
+    ),
+    machine(
         "--batch-rows",
         type=click.IntRange(1, 65_536),
         help="Rows decoded per batch; a beam hypothesis counts as one. Default: by variant.",
@@ -325,9 +331,9 @@ def _engine_loader(options: Mapping[str, Any]) -> Callable[[], Engine]:
     from transferry.runtime.engine.engine import Engine
 
     folder, rows, replicas = (options[name] for name in ("bundle_folder", "batch_rows", "replicas"))
-    trusted_key = options["trusted_key"]
+    trusted_key, processes = options["trusted_key"], options["processes"]
     if options["engine"] == "ray":  # a worker has its own working directory, and few cores
-        folder, replicas = folder.absolute(), replicas or 1
+        folder, replicas, processes = folder.absolute(), replicas or 1, processes or 1
         trusted_key = [path.absolute() for path in trusted_key]
     try:
         devices = tuple(int(number) for number in str(options["device"]).split(","))
@@ -340,6 +346,7 @@ def _engine_loader(options: Mapping[str, Any]) -> Callable[[], Engine]:
         folder,
         **{name: options[name] for name in (*_SESSION, "variant")},
         replicas=replicas,
+        processes=processes,
         device_ids=devices,
         batches=batch_options(rows),
         require_certificate=options["require_certificate"] or False,

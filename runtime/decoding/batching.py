@@ -36,18 +36,24 @@ class BatchOptions:
     Attributes:
         rows: Rows that the decoder steps together; each beam of a sentence is a row.
         tokens: Source tokens read at once, padding counted; a longer row is read by itself.
-        window: Sentences read ahead and sorted by length; fewer where they are huge.
+        window: Sentences read ahead and sorted by length; fewer where they are huge. Default:
+            4,096, and at least 512 for each replica, so that each has full batches.
     """
 
     rows: int = 64
     tokens: int = 4096
-    window: int = 4096
+    window: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("rows", "tokens", "window"):
-            value = getattr(self, name)
+            if (value := getattr(self, name)) is None:
+                continue
             check_value(f"batch {name}", value, Annotated[int, msgspec.Meta(le=MOST)])
             require(value >= 1, f"batch {name}", "at least 1", value)
+
+    def read_ahead(self, replicas: int) -> int:
+        """Returns the window for so many replicas."""
+        return self.window or max(4096, 512 * replicas)
 
 
 def padded(columns: int) -> int:

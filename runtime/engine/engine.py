@@ -40,6 +40,7 @@ class Engine(OpenBundle):
             found = type(self).load(bundle, *opened, **settings)
             bundle, opened = found.bundle, tuple(found.models)
             settings = {name: getattr(found, name) for name in ("replicas", "batches", "progress")}
+            settings["processes"] = found._processes
             settings |= {"certificate": found.certificate, "required": found.required}
         super().__init__(bundle, *opened, **settings)
 

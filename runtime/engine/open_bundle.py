@@ -5,19 +5,25 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import length_hint
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar, cast, get_args
+from typing import Any, Literal, Self, TypeVar, cast
 
 from transferry.runtime.bundle.bundle import Bundle
-from transferry.runtime.bundle.specs import Variant
 from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.decoding.generation_options import (
     GenerationOptions,
     generation_options,
     suppressing,
+)
+from transferry.runtime.engine.opening import (
+    covered,
+    devices_of,
+    open_certified,
+    session_options,
+    shares_of,
 )
 from transferry.runtime.engine.preprocess import (
     EncodedRow,
@@ -27,6 +33,7 @@ from transferry.runtime.engine.preprocess import (
     WorkItem,
     sentences_version,
 )
+from transferry.runtime.engine.processes import Parts, Processes
 from transferry.runtime.engine.prompts import Encodable, Prompt, encode_prompt
 from transferry.runtime.engine.result import Results, with_bar
 from transferry.runtime.engine.worker_pool import (
@@ -37,24 +44,22 @@ from transferry.runtime.engine.worker_pool import (
     batch_worker,
     in_order,
 )
-from transferry.runtime.errors import Option, ParityError, UsageError, require
+from transferry.runtime.errors import InputError, Option, UsageError, require
 from transferry.runtime.hardware import usable_cores
 from transferry.runtime.ort.encoder import EncoderModel
 from transferry.runtime.ort.open_model import ServedDecoder, ServedModel, open_model
-from transferry.runtime.ort.session import Few, Provider, SessionOptions
+from transferry.runtime.ort.session import Few, SessionOptions
 from transferry.runtime.proof.certificates.certificate import Certificate
 from transferry.runtime.proof.certificates.signature import Trust
 from transferry.runtime.proof.certificates.standing import (
     fastest,
     require_search,
-    require_standing,
     require_task,
-    standing,
 )
 from transferry.runtime.proof.certificates.strength import FORMER, STRENGTHS, Strength
 from transferry.runtime.proof.recorded import verify_recorded
 from transferry.runtime.proof.report import ParityReport
-from transferry.runtime.settings import check_value, field_types, hint, shown
+from transferry.runtime.settings import check_value, shown
 from transferry.runtime.tokenizer.special_tokens import SpecialTokens
 
 AnyModel = TypeVar("AnyModel", bound=ServedModel)
@@ -75,6 +80,7 @@ class OpenBundle:
         bundle: Bundle,
         *models: ServedModel,
         replicas: int = 1,
+        processes: Processes | None = None,
         batches: BatchOptions | None = None,
         certificate: str = "not looked for",
         required: Sequence[Certificate] = (),
@@ -86,6 +92,7 @@ class OpenBundle:
             bundle: The bundle.
             models: One variant of it, opened once per device. All devices share the rows.
             replicas: Concurrent batches per device.
+            processes: Others, with some of the replicas.
             batches: Limits on a batch. Default: depends on the variant.
             certificate: Citation of the certificate, for reports.
             required: Certificates that must cover every search.
@@ -97,6 +104,7 @@ class OpenBundle:
         self.bundle = bundle
         self.models: Sequence[ServedModel] = models
         self.replicas = replicas
+        self._processes = processes
         self.batches = batches or models[0].batches
         self.certificate = certificate
         self.required = required
@@ -117,6 +125,7 @@ class OpenBundle:
         variant: str | None = None,
         device_ids: Sequence[int] | None = None,
         replicas: int | None = None,
+        processes: int | None = 1,
         batches: BatchOptions | None = None,
         require_certificate: Strength | bool = False,
         trusted_key: Path | str | Sequence[Path | str] | None = None,
@@ -138,6 +147,9 @@ class OpenBundle:
             device_ids: GPUs, which share the rows. Default: that of `options`.
             replicas: Concurrent batches per device. Default: on the CPU the cores divided by
                 threads, on CUDA one (docs/performance.md).
+            processes: Processes that share the replicas of the CPU; None for one of each eight
+                replicas. Those of one process wait for each other's Python: with many, or with
+                batches of few rows, several processes are faster. Each opens the bundle for itself.
             batches: Limits on a batch. Default: depends on the variant.
             require_certificate: Least strength of a certificate for this way of computing:
                 "checkpoint" (or True), "checkpoint without fresh graphs", that is its answers and
@@ -172,13 +184,19 @@ class OpenBundle:
         trusted = Trust.load([Path(path) for path in paths], require_signatures)
         bundle = Bundle.load(Path(folder))
         options = session_options(options, session)
-        devices = _devices(options, device_ids)
+        devices = devices_of(options, device_ids)
         if replicas is None:
             cpu = options.provider == "cpu"
             replicas = max(1, usable_cores() // options.threads) if cpu else 1
+        shares = shares_of(replicas, processes, options)
         chosen = bundle.variant(variant) if variant else fastest(bundle, devices[0], trusted)
+        others = None
+        if len(shares) > 1:
+            reads_special = special_tokens == "as-tokens"
+            around = (bundle.folder, bundle.sha256, chosen.name, devices[0], reads_special)
+            others = Processes(Opening(*around), shares[1:])
         models, citations, required = zip(
-            *(_open_certified(bundle, chosen, each, strength, trusted, prove) for each in devices),
+            *(open_certified(bundle, chosen, each, strength, trusted, prove) for each in devices),
             strict=True,
         )
         if special_tokens == "as-tokens":
@@ -187,11 +205,13 @@ class OpenBundle:
             found = f"found {special_tokens!r}"
             raise UsageError(Option("special_tokens"), f" must be as-text or as-tokens, {found}")
         if strength:
-            batches = _covered(batches, models[0].batches, required)
+            batches = covered(batches, models[0].batches, required)
         named: dict[str, Any] = {"required": required if strength else (), "batches": batches}
         # Devices of one kind have the same certificate.
         named |= {"certificate": "; ".join(dict.fromkeys(citations)), "progress": progress}
-        return cls(bundle, *models, replicas=replicas, **named)
+        if others:
+            others.wait()
+        return cls(bundle, *models, replicas=replicas, processes=others, **named)
 
     def __enter__(self) -> Self:
         return self
@@ -201,7 +221,7 @@ class OpenBundle:
 
     def close(self) -> None:
         """Lets go of the models; their memory is free once no results are being read."""
-        self.models = ()
+        self.models, self._processes = (), None
 
     def __repr__(self) -> str:
         name, folder = type(self).__name__, str(self.bundle.folder)
@@ -222,6 +242,12 @@ class OpenBundle:
         if not self.models:
             raise UsageError(f"{self!r} has no models any more; load the bundle again")
         return self.models[0]
+
+    def parts(self) -> Parts:
+        """Returns the objects to which workers of tasks refer."""
+        bundle, tokenizer = self.bundle, self.bundle.tokenizer
+        parts = {"engine": self, "bundle": bundle, "tokenizer": tokenizer, "model": self.model}
+        return {**parts, "preprocessor": self.preprocessor}
 
     @property
     def tasks(self) -> Sequence[str]:
@@ -319,6 +345,7 @@ class OpenBundle:
             "certificate": self.certificate,
             "devices": len(self.models),
             "replicas": self.replicas,
+            "processes": 1 + (self._processes.count if self._processes else 0),
             "sentencex": sentences_version(),
             **({"special_tokens": "as-tokens"} if self.bundle.tokenizer.reads_special else {}),
             **self.model.describe(),
@@ -376,7 +403,7 @@ class OpenBundle:
         `prepare` is as in `worker_pool.in_order`; `compute` computes a batch on one of the models;
         for `key` see `answers`.
         """
-        workers = [batch_worker(partial(compute, model)) for model in models] * self.replicas
+        workers = [batch_worker(partial(compute, model)) for model in models]
         answers = self.answers(inputs, prepare, workers, self.batches.rows, key)
         return self.results(answers, inputs)
 
@@ -404,9 +431,11 @@ class OpenBundle:
     ) -> Iterator[Answer]:
         """Yields answers while the weights are still those that were hashed.
 
-        Equal inputs share an answer where `key` gives the part of an input that decides it; the
-        other arguments are those of `worker_pool.in_order`.
+        `workers` are one for each model. Equal inputs share an answer where `key` gives the part of
+        an input that decides it; the other arguments are those of `worker_pool.in_order`.
         """
+        others = self._processes.workers(workers[0], self.parts()) if self._processes else []
+        workers = [*others, *[*workers] * (self.replicas - len(others))]
         if key is None:
             found = in_order(inputs, prepare, workers, slots, self.batches, self._waiting)
         else:
@@ -428,62 +457,33 @@ def _nothing(ahead: int) -> None:
     """Tells nobody."""
 
 
-def session_options(options: SessionOptions | None, named: dict[str, Any]) -> SessionOptions:
-    """Returns options with named fields changed; raises UsageError for an unknown name."""
-    known = field_types(SessionOptions).keys()
-    if device := str(named.pop("device", "")):
-        named["provider"], _, number = device.partition(":")
-        known_device = number.isdecimal() or device in get_args(Provider)
-        require(known_device, "device", "cpu, cuda or cuda:1", device)
-        named |= {"device_id": int(number)} if number else {}
-    if unknown := sorted(named.keys() - known):
-        same = {"intra_threads": "threads", "inter_threads": "replicas", "compute_type": "variant"}
-        same["batch_size"] = "batches=BatchOptions(rows=...)"
-        told = hint(unknown, (*known, "device", "replicas", "batches", "variant"), same)
-        raise UsageError(f"Engine has no {', '.join(unknown)}; {told}")
-    return replace(options or SessionOptions(), **named)
+@dataclass(frozen=True)
+class Opening:
+    """How another process opens the bundle.
 
+    Attributes:
+        folder: The bundle.
+        sha256: Of its manifest, hence of all its files.
+        variant: Name of the variant.
+        options: Threads per replica, and how onnxruntime runs the graphs.
+        reads_special: Whether the tokenizer reads special tokens in texts.
+    """
 
-def _devices(options: SessionOptions, device_ids: Sequence[int] | None) -> list[SessionOptions]:
-    """Returns the options of each device."""
-    ids = [options.device_id] if device_ids is None else list(device_ids)
-    if len(set(ids)) != len(ids) or not ids:
-        raise UsageError(f"expected devices, each of them once, found {ids}")
-    if options.provider == "cpu" and ids != [0]:
-        raise UsageError(
-            f"provider cpu is one device, found {ids}; choose provider cuda, or more replicas"
-        )
-    return [replace(options, device_id=number) for number in ids]
+    folder: Path
+    sha256: str
+    variant: str
+    options: SessionOptions
+    reads_special: bool
 
-
-def _open_certified(
-    bundle: Bundle,
-    variant: Variant,
-    options: SessionOptions,
-    strength: Strength | None,
-    trusted: Trust | None,
-    prove: Callable[[Bundle, ServedModel], ParityReport],
-) -> tuple[ServedModel, str, Certificate | None]:
-    """Opens a variant on one device, cites its certificate, and returns one that is required."""
-    found = standing(bundle, variant, options, trusted)
-    signed = trusted is not None
-    required = require_standing(found, bundle, strength, signed=signed) if strength else None
-    model = open_model(bundle, variant, options)
-    if found.status != "elsewhere":
-        return model, found.cite(), required
-    prove(bundle, model).require()
-    return model, f"{found.cite()}; the recorded answers came out here too", required
-
-
-def _covered(
-    batches: BatchOptions | None, default: BatchOptions, required: Sequence[Certificate]
-) -> BatchOptions:
-    """Returns limits within what certificates cover; raises ParityError for more rows."""
-    most = min(certificate.batch_rows for certificate in required)
-    if batches is not None and batches.rows > most:
-        raise ParityError(
-            f"batches of {batches.rows} rows were not verified, of {most} at most: lower "
-            f"--batch-rows, or verify with --batch-rows {batches.rows}"
-        )
-    batches = batches or default
-    return replace(batches, rows=min(batches.rows, most))
+    def __call__(self) -> Parts:
+        """Opens the bundle; raises InputError if it is another one by now."""
+        bundle = Bundle.load(self.folder)
+        if bundle.sha256 != self.sha256:
+            raise InputError(
+                f"{self.folder}: another bundle came into this folder while it was opened; open it "
+                "again"
+            )
+        if self.reads_special:
+            bundle.tokenizer.read_special_tokens()
+        model = open_model(bundle, bundle.variant(self.variant), self.options)
+        return OpenBundle(bundle, model).parts()

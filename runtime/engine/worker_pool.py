@@ -211,12 +211,14 @@ def _require_no_locks() -> None:
 
 def batch_worker(compute: Callable[[list[Row]], list[Answer]]) -> Worker[Row, Answer]:
     """Returns a worker that computes one batch after another."""
+    return partial(_in_batches, compute)
 
-    def worker(take: Take[Row], rows: int) -> Iterator[tuple[WorkItem[Row], Answer]]:
-        while items := take(rows):
-            yield from zip(items, compute([item.row for item in items]), strict=True)
 
-    return worker
+def _in_batches(
+    compute: Callable[[list[Row]], list[Answer]], take: Take[Row], rows: int
+) -> Iterator[tuple[WorkItem[Row], Answer]]:
+    while items := take(rows):
+        yield from zip(items, compute([item.row for item in items]), strict=True)
 
 
 def _order(groups: Mapping[WorkItem[Any], int], item: WorkItem[Any]) -> tuple[int, int]:
@@ -259,7 +261,7 @@ def in_order(
             for thread in threads:
                 thread.start()
         pending: deque[list[WorkItem[Row] | Answer]] = deque()
-        for number, window in enumerate(windows(inputs, options.window)):
+        for number, window in enumerate(windows(inputs, options.read_ahead(len(workers)))):
             prepared = prepare(window)
             # Alternately down and up, so that neighbours are of similar length also where two
             # windows meet.

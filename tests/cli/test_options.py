@@ -22,6 +22,7 @@ OUT_OF_RANGE = [
     (f"{RUN} --device {'9' * 5000}", "--device must be numbers of GPUs"),
     (f"{RUN} --threads 2000", "2000 is not in the range 1<=x<=1024"),
     (f"{RUN} --replicas 0", "0 is not in the range 1<=x<=1024"),
+    (f"{RUN} --replicas 2 --processes 3", "--processes must be 1 to 2, the replicas, found 3"),
     (f"{RUN} --batch-rows {NINES}", "is not in the range 1<=x<=65536"),
     (f"{RUN} --max-length 65", "65, but the model has 64 positions"),
     (f"{RUN} --force --force --stop a --stop b --limit 0", "--limit must be at least 1"),

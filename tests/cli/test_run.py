@@ -51,6 +51,7 @@ def test_a_sample_depends_on_the_seed_and_on_nothing_else(bundle_folder: Path, l
 
     assert sample("--seed", "1") == sample("--seed", "1", "--batch-rows", "1")
     assert sample("--seed", "1", "--replicas", "3") != sample("--seed", "2")
+    assert sample("--seed", "2", "--replicas", "3", "--processes", "2") == sample("--seed", "2")
 
 
 def test_every_answer_begins_with_the_prefix_which_counts(bundle_folder: Path, lines: Path) -> None:

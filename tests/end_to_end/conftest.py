@@ -9,6 +9,7 @@ import pytest
 from tests.commands import done
 from tests.conftest import Once
 from tests.end_to_end.ways import WAYS, Way, Ways
+from tests.runtime.engine.tasks.loopback import pickled as pickled
 
 
 @pytest.fixture(scope="session")

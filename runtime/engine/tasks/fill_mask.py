@@ -152,11 +152,12 @@ class _Call(EncoderCall):
         longest = engine.preprocessor.longest_token
         self.preprocessor = replace(
             engine.preprocessor,
-            encode_batch=lambda texts: [
-                self.tokenizer.encode_masked(text.split(self.mask)) for text in texts
-            ],
+            encode_batch=self._encode_masked,
             longest_token=longest and max(longest, len(self.mask) + 1),
         )
+
+    def _encode_masked(self, texts: list[str]) -> list[list[int]]:
+        return [self.tokenizer.encode_masked(text.split(self.mask)) for text in texts]
 
     def encoded(self, rows: list[str | RowError]) -> list[EncodedRow]:
         return list(map(self._with_mask, super().encoded(rows)))

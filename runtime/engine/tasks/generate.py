@@ -367,7 +367,7 @@ class _Generate:
         lines: deque[Whole] = deque()
         if splits := engine.splits_lines(options):
             inputs = in_lines(inputs, lines)
-        workers = [partial(self.work, decoder) for decoder in engine.decoders] * engine.replicas
+        workers = [partial(self.work, decoder) for decoder in engine.decoders]
         # A row that is split has several answers.
         key = None if split else partial(deciding_part, options=options)
         results = engine.answers(inputs, self.prepare, workers, engine.batches.rows, key)

@@ -155,16 +155,19 @@ class _ScoredRow:
 
 class _Score:
     def __init__(self, engine: OpenBundle, has_encoder: bool, long_rows: LongRows) -> None:
-        tokenizer = engine.bundle.tokenizer
-        self.special, self.has_encoder = tokenizer.special, has_encoder
+        self.tokenizer, self.has_encoder = engine.bundle.tokenizer, has_encoder
+        self.special = self.tokenizer.special
         self.sources, self.long_rows = engine.preprocessor, long_rows
         self.targets = replace(
             self.sources,
-            encode_batch=lambda texts: [tokenizer.encode_target(text) for text in texts],
+            encode_batch=self._encode_targets,
             special=replace(
                 self.special, before=(), after=(self.special.eos_id,), longest=0, keeps_end=False
             ),
         )
+
+    def _encode_targets(self, texts: list[str]) -> list[list[int]]:
+        return [self.tokenizer.encode_target(text) for text in texts]
 
     def prepare(self, pairs: list[Pair]) -> list[WorkItem[_ScoredRow] | ScoreResult]:
         sources = self.sources.encode([source for source, _ in pairs], self.long_rows)

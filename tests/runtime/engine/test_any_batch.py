@@ -5,6 +5,7 @@ import random
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -150,6 +151,30 @@ def test_a_result_is_the_same_alone_and_in_any_batch(
             if exact(result) != exact(expected[number])
         ]
         assert not different, (batches, replicas, count)
+
+
+@pytest.fixture(scope="module")
+def in_other(request: pytest.FixtureRequest) -> Callable[[str], Engine]:
+    """Engines by bundle, whose batches are all computed in another process."""
+
+    @cache
+    def opened(bundle: str) -> Engine:
+        folder, batches = request.getfixturevalue(bundle), BatchOptions(rows=7, window=13)
+        engine = Engine.load(folder, replicas=2, processes=2, batches=batches)
+        engine.replicas = 1
+        return engine
+
+    return opened
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_result_is_the_same_in_another_process(
+    name: str, request: pytest.FixtureRequest, in_other: Callable[[str], Engine]
+) -> None:
+    case = CASES[name]
+    expected = case.ask(Engine.load(request.getfixturevalue(case.bundle)), case.rows, 0)
+    found = case.ask(in_other(case.bundle), case.rows, 0)
+    assert list(map(exact, found)) == list(map(exact, expected))
 
 
 @pytest.mark.parametrize("name", ["greedy", "beam", "sampling", "mean", "masks", "pairs"])

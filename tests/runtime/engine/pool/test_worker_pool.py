@@ -45,6 +45,19 @@ def run(
     )
 
 
+@pytest.mark.parametrize(("replicas", "expected"), [(2, 4096), (64, 32_768)])
+def test_a_window_has_full_batches_for_all_replicas(replicas: int, expected: int) -> None:
+    sizes = []
+
+    def prepared(items: list[int]) -> list[WorkItem[int] | str]:
+        sizes.append(len(items))
+        return [str(item) for item in items]
+
+    workers = [batch_worker(names)] * replicas
+    assert len(list(in_order(range(40_000), prepared, workers, 128, BatchOptions()))) == 40_000
+    assert max(sizes) == expected
+
+
 @pytest.mark.parametrize("replicas", [1, 3])
 @pytest.mark.parametrize("window", [1, 7, 1000])
 def test_rows_come_back_in_order(replicas: int, window: int) -> None:

@@ -1,0 +1,100 @@
+"""How a bundle is opened: options of its sessions, devices, certificate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, get_args
+
+from transferry.runtime.bundle.bundle import Bundle
+from transferry.runtime.bundle.specs import Variant
+from transferry.runtime.decoding.batching import BatchOptions
+from transferry.runtime.errors import Option, ParityError, UsageError, require
+from transferry.runtime.ort.open_model import ServedModel, open_model
+from transferry.runtime.ort.session import Few, Provider, SessionOptions
+from transferry.runtime.proof.certificates.certificate import Certificate
+from transferry.runtime.proof.certificates.signature import Trust
+from transferry.runtime.proof.certificates.standing import require_standing, standing
+from transferry.runtime.proof.certificates.strength import Strength
+from transferry.runtime.proof.report import ParityReport
+from transferry.runtime.settings import check_value, field_types, hint
+
+# Of one process, unless they are told to share another number of processes (docs/performance.md).
+REPLICAS = 8
+
+
+def session_options(options: SessionOptions | None, named: dict[str, Any]) -> SessionOptions:
+    """Returns options with named fields changed; raises UsageError for an unknown name."""
+    known = field_types(SessionOptions).keys()
+    if device := str(named.pop("device", "")):
+        named["provider"], _, number = device.partition(":")
+        known_device = number.isdecimal() or device in get_args(Provider)
+        require(known_device, "device", "cpu, cuda or cuda:1", device)
+        named |= {"device_id": int(number)} if number else {}
+    if unknown := sorted(named.keys() - known):
+        same = {"intra_threads": "threads", "inter_threads": "replicas", "compute_type": "variant"}
+        same["batch_size"] = "batches=BatchOptions(rows=...)"
+        told = hint(
+            unknown, (*known, "device", "replicas", "processes", "batches", "variant"), same
+        )
+        raise UsageError(f"Engine has no {', '.join(unknown)}; {told}")
+    return replace(options or SessionOptions(), **named)
+
+
+def devices_of(options: SessionOptions, device_ids: Sequence[int] | None) -> list[SessionOptions]:
+    """Returns the options of each device."""
+    ids = [options.device_id] if device_ids is None else list(device_ids)
+    if len(set(ids)) != len(ids) or not ids:
+        raise UsageError(f"expected devices, each of them once, found {ids}")
+    if options.provider == "cpu" and ids != [0]:
+        raise UsageError(
+            f"provider cpu is one device, found {ids}; choose provider cuda, or more replicas"
+        )
+    return [replace(options, device_id=number) for number in ids]
+
+
+def shares_of(replicas: int, processes: int | None, options: SessionOptions) -> list[int]:
+    """Returns the number of replicas of each process, the smallest first; see `load`."""
+    if processes is None:
+        processes = max(1, replicas // REPLICAS) if options.provider == "cpu" else 1
+    check_value("processes", processes, Few)
+    share, more = divmod(replicas, max(processes, 1))
+    require(processes >= 1 and share > 0, "processes", f"1 to {replicas}, the replicas", processes)
+    if processes > 1 and options.provider != "cpu":
+        raise UsageError(
+            Option("processes"), f" is for provider cpu, found {options.provider}; leave it out"
+        )
+    return [share] * (processes - more) + [share + 1] * more
+
+
+def open_certified(
+    bundle: Bundle,
+    variant: Variant,
+    options: SessionOptions,
+    strength: Strength | None,
+    trusted: Trust | None,
+    prove: Callable[[Bundle, ServedModel], ParityReport],
+) -> tuple[ServedModel, str, Certificate | None]:
+    """Opens a variant on one device, cites its certificate, and returns one that is required."""
+    found = standing(bundle, variant, options, trusted)
+    signed = trusted is not None
+    required = require_standing(found, bundle, strength, signed=signed) if strength else None
+    model = open_model(bundle, variant, options)
+    if found.status != "elsewhere":
+        return model, found.cite(), required
+    prove(bundle, model).require()
+    return model, f"{found.cite()}; the recorded answers came out here too", required
+
+
+def covered(
+    batches: BatchOptions | None, default: BatchOptions, required: Sequence[Certificate]
+) -> BatchOptions:
+    """Returns limits within what certificates cover; raises ParityError for more rows."""
+    most = min(certificate.batch_rows for certificate in required)
+    if batches is not None and batches.rows > most:
+        raise ParityError(
+            f"batches of {batches.rows} rows were not verified, of {most} at most: lower "
+            f"--batch-rows, or verify with --batch-rows {batches.rows}"
+        )
+    batches = batches or default
+    return replace(batches, rows=min(batches.rows, most))
