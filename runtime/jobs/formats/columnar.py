@@ -92,7 +92,9 @@ def partition_columns(path: Source) -> dict[str, str | None]:
     """
     whole = path.url.split("?")[0] if isinstance(path, RemoteFile) else str(path.absolute())
     folders = reversed(PurePosixPath(whole).parts[:-1])
-    pairs = [unquote(each).split("=", 1) for each in takewhile(_PARTITION.fullmatch, folders)]
+    # A name may hold an equals sign, written %3D.
+    found = (each.split("=", 1) for each in takewhile(_PARTITION.fullmatch, folders))
+    pairs = [tuple(map(unquote, each)) for each in found]
     return {name: None if value == _NO_VALUE else value for name, value in reversed(pairs)}
 
 

@@ -15,6 +15,7 @@ from tests.commands import call, done
 from tests.runtime.jobs.helpers import Echo, read_records
 from transferry.runtime.engine.result import RowError
 from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.jobs.formats.columnar import partition_columns
 from transferry.runtime.jobs.formats.readers import open_inputs
 from transferry.runtime.jobs.formats.sources import expand
 from transferry.runtime.jobs.job import Job
@@ -167,6 +168,12 @@ def test_the_folder_of_a_table_is_read(bundle_folder: Path, tmp_path: Path) -> N
         assert sorted(answered[name].to_pylist(), key=str) == sorted(found, key=str)
     pairs = zip(*(answered[name].to_pylist() for name in columns), strict=True)
     assert sorted(pairs, key=str) == sorted(zip(*columns.values(), strict=True), key=str)
+
+
+def test_the_name_of_a_folder_may_hold_an_equals_sign() -> None:
+    """Spark writes it as %3D; the first plain sign ends the name."""
+    path = Path("/data/a%3Db=c%3Dd/n=e=f/part.parquet")
+    assert partition_columns(path) == {"a=b": "c=d", "n": "e=f"}
 
 
 def test_a_dataset_of_hugging_face_is_read(dataset: Path) -> None:
