@@ -473,10 +473,20 @@ class ServedTasks:
         tally: Tally,
     ) -> None:
         """Counts the choices of a row, those of its worst repetition."""
-        exact, left, *others, meant = row.choices
-        if not exact.size or not served:
+        if not row.choices[0].size or not served:
             return
         found = [self._scores(row.row, tensors) for tensors in served]
+        trial = Tally(self.main, self.oracle.tolerance)
+        self._judge(number, row, found, trial)
+        if trial.decisions().defects and row.measured is not None:
+            row = row.measured()  # as for tensors
+        right = self._judge(number, row, found, tally)
+        exact, left, *_, meant = row.choices
+        forcing.add([0, *left.argmax(axis=1)], exact, left, right, meant)
+
+    def _judge(self, number: int, row: Expected, found: Sequence[Floats], tally: Tally) -> Floats:
+        """Counts the choices of the worst repetition of a row; returns their scores."""
+        exact, left, *others, _ = row.choices
         wanted = left.argmax(axis=1)
         right = max(
             found,
@@ -485,6 +495,6 @@ class ServedTasks:
                 float(np.nan_to_num(np.abs(one - exact).max(), nan=np.inf)),
             ),
         )
-        forcing.add([0, *wanted], exact, left, right, meant)
         given = exact, left, others, right, row.truth.least, np.arange(len(exact)), self.oracle
         Choices(*given).count(number, tally)
+        return right

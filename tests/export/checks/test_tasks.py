@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from transferry.export.faults.variant_faults import batch_faults
 from transferry.export.oracle.oracle import SHAKES, Oracle
 from transferry.export.oracle.results import RESULTS
 from transferry.export.oracle.served import Watched
+from transferry.export.oracle.teacher_forcing import TeacherForcing
 from transferry.export.torch_model import TorchDecoder
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.engine.engine import Engine
@@ -34,6 +36,7 @@ from transferry.runtime.precision import INT8
 from transferry.runtime.proof.compare import Tolerance
 from transferry.runtime.proof.recorded import verify_recorded
 from transferry.runtime.proof.report import COSINE, LABELS, LEAST_COSINE, RANKS
+from transferry.runtime.proof.tally import Tally
 
 JUDGED = {"embed": {COSINE, LEAST_COSINE, RANKS}, "fill-mask": {LABELS}}
 TEXTS = [f"the {one} {other}" for one in ("cat", "dog", "old man") for other in ("sat", "ran off")]
@@ -92,6 +95,23 @@ def test_a_loss_against_the_model_as_trained_is_limited(main: str, side: Side) -
         found = prove([tasks.check(bundle, model, model.batches)])
         metrics = task_metrics(found, INT8.task, checkpoint.tokenizer)
         assert {each.passed for each in metrics if each.measure in JUDGED[main]} == {passed}
+
+
+def test_choices_are_compared_with_several_roundings(side: Side) -> None:
+    checkpoint, _, _ = side
+    oracle = Oracle.of(checkpoint.model, checkpoint.tokenizer.special, Tolerance())
+    tasks = ServedTasks(checkpoint, oracle, TEXTS)
+    row = next(row for each in tasks._chunks(1) for kind, row in each if kind == "fill-mask")
+    exact, left, *_, meant = row.choices
+    best = np.eye(exact.shape[1])[exact.argmax(axis=1)]
+    shaken = replace(row, choices=[exact, left, exact + 1e-3 * best, meant])
+    mask = np.array(row.row.ids) == tasks.inputs.special.mask_id
+    for error, measured, passed in ((2e-3, shaken, True), (2e-3, row, False), (0.2, shaken, False)):
+        served = deepcopy(dict(row.truth.oracle))
+        served["logits"][0, mask] += error * best
+        given, tally = replace(row, measured=partial(replace, measured)), Tally("", Tolerance())
+        tasks._choose(0, given, [served], TeacherForcing(), tally)
+        assert tally.decisions().passed is passed
 
 
 @pytest.mark.parametrize("moved", [0.0, 1e-3])
