@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -166,7 +167,14 @@ def _section(config: Settings, kind: str) -> Settings:
             config.refuse(name, values, "null or an object")
         found = values or found
     own = found.get(kind, found)
-    return Settings(config.path, own if isinstance(own, dict) else {})
+    made = Settings(config.path, own if isinstance(own, dict) else {})
+    if kind in found:
+        # transformers reads this one beside the kinds of layers.
+        read = found.get("truncate", True)
+        if (told := made.get("truncate", read)) != read:
+            config.leave(f"truncate of {kind}", json.dumps(told))
+        made.values["truncate"] = read
+    return made
 
 
 def _linear(rates: list[float], found: Settings, context: _Context) -> tuple[list[float], float]:

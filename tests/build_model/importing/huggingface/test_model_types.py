@@ -267,6 +267,25 @@ def test_a_share_that_turns_is_told_where_transformers_turns_all(kind: str, tmp_
         read_rotary(config, 8, 64)
 
 
+@pytest.mark.parametrize(
+    ("kind", "beside"),
+    [(kind, False) for kind in LAYERED] + [("gemma3_text", True), ("olmo3", True)],
+)
+@torch.inference_mode()
+def test_whether_yarn_rounds_stands_beside_the_kinds_of_layers(
+    kind: str, beside: bool, tmp_path: Path
+) -> None:
+    own = {"rope_theta": 100.0, "rope_type": "default"}
+    yarn = own | {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16}
+    both: dict[str, Any] = {"sliding_attention": own, "full_attention": yarn}
+    (both if beside else yarn)["truncate"] = False
+    kinds = ["sliding_attention", "full_attention"]
+    more: dict[str, Any] = dict(layer_types=kinds, num_hidden_layers=2, rope_parameters=both)
+    drawn = Drawn(kind, 0, tmp_path, rewrite=lambda record: record.update(more), **more)
+    assert beside or "truncate of full_attention false" in drawn.settings.left
+    require_same_logits(drawn.ours, drawn.theirs)
+
+
 @pytest.mark.parametrize("kind", ["gpt2", "bart", "t5", "distilbert"])
 def test_another_number_of_heads_under_the_other_name_is_refused(kind: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="num_attention_heads is 1, which cannot be imported"):
