@@ -29,6 +29,8 @@ _DAMAGES = (
     *(zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, SyntaxError),
     *(LookupError, ValueError, TypeError, AttributeError),
 )
+# Cell and number of a warning.
+_NO_DATE = re.compile(r"Cell (\w+) is marked as a date but the serial value (\S+) is outside")
 # Characters that XML cannot hold, as Excel writes them.
 _ESCAPED = re.compile("(_x[0-9A-Fa-f]{4}_)+")
 
@@ -65,8 +67,9 @@ class SpreadsheetReader(RowReader):
     def _rows(self) -> Iterator[Iterator[Sequence[Any]]]:
         """Opens the sheet; gives the cells of each row, the header included."""
         openpyxl = _import_openpyxl()
-        with warnings.catch_warnings(), _told(self.file), self._steady.opened() as file:
-            warnings.simplefilter("ignore")
+        recorded = warnings.catch_warnings(record=True)
+        with _told(self.file), recorded as warned, self._steady.opened() as file:
+            warnings.simplefilter("always")
             with zipfile.ZipFile(file) as packed:
                 sizes = {each.filename: each.file_size for each in packed.infolist()}
             if sizes.get(_TEXTS, 0) > _MOST_TEXTS:
@@ -77,14 +80,14 @@ class SpreadsheetReader(RowReader):
             book = openpyxl.load_workbook(file, read_only=True, data_only=True)
             for sheet in book:
                 sheet.reset_dimensions()  # some programs store a smaller size than the sheet has
-            yield _filled(self._chosen(book).iter_rows())
+            yield _filled(self._chosen(book).iter_rows(), warned)
 
     def _chosen(self, book: Any) -> Any:
         visible = [sheet for sheet in book.worksheets if sheet.sheet_state == "visible"]
         named = {sheet.title: sheet for sheet in (visible if self._sheet is None else book)}
         if self._sheet is not None and self._sheet in named:
             return named[self._sheet]
-        filled = [each for each in visible if next(_filled(each.iter_rows()), None)]
+        filled = [each for each in visible if next(_filled(each.iter_rows(), []), None)]
         if self._sheet is None and len(filled) == 1:
             return filled[0]
         problem = "expected one sheet with rows" if self._sheet is None else "no such sheet"
@@ -108,14 +111,21 @@ def _told(path: Source) -> Iterator[None]:
         raise InputError(f"{path}: cannot be read as a workbook: {error}") from error
 
 
-def _filled(rows: Iterator[Sequence[Any]]) -> Iterator[Sequence[Any]]:
+def _filled(rows: Iterator[Sequence[Any]], warned: list[Any]) -> Iterator[Sequence[Any]]:
     """Yields values of rows of cells, without empty ones at the end of a row.
 
-    Drops the first and last empty rows; a formula that failed leaves an empty cell.
+    Drops the first and last empty rows; a formula that failed leaves an empty cell. `warned` has
+    the warnings of openpyxl: its only sign of a number that is no date in a cell for dates.
     """
     begun, empty = False, 0
     for row in rows:
-        cells = [None if cell.data_type == "e" else _plain(cell.value) for cell in row]
+        found = (_NO_DATE.match(str(warning.message)) for warning in warned)
+        numbers = {each[1]: float(each[2]) for each in found if each}
+        warned.clear()
+        cells = [
+            _plain(numbers.get(cell.coordinate) if cell.data_type == "e" else cell.value)
+            for cell in row
+        ]
         while cells and cells[-1] is None:
             cells.pop()
         if not cells:

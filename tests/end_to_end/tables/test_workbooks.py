@@ -100,6 +100,26 @@ def test_a_text_may_look_like_a_failed_formula(tmp_path: Path) -> None:
     assert isinstance(found[2], RowError)
 
 
+def test_numbers_that_are_no_dates_stay_numbers(tmp_path: Path) -> None:
+    """Whatever the format of their cells; openpyxl makes #VALUE! of them."""
+    numbers, book = [10**9, -5, 3e6, 1e20, 12.5, 2_958_466, 4711], openpyxl.Workbook()
+    formats = ["yyyy-mm-dd", "h:mm", "[h]:mm", "0"]
+    book.active.append(["text", *formats])
+    for number in numbers:
+        book.active.append(["a", *[number] * len(formats)])
+        for cell, form in zip(book.active[book.active.max_row][1:], formats, strict=True):
+            cell.number_format = form
+    book.active.append(["a", "#VALUE!", *[1] * 3])
+    book.save(tmp_path / "in.xlsx")
+    *rows, failed = open_reader(tmp_path / "in.xlsx", column="text").rows()
+    for number, row in zip(numbers, rows, strict=True):
+        for form in formats:
+            found = row.fields[form]
+            assert isinstance(found, str) or found == number, (number, form)
+            assert form == "0" or number > 1e6 or isinstance(found, str)
+    assert failed.fields == {"yyyy-mm-dd": None, "h:mm": 1, "[h]:mm": 1, "0": 1}
+
+
 WRONG = [
     "",
     "-1",
