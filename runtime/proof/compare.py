@@ -352,16 +352,19 @@ def _fault(
         return "holds NaN or infinity"
     if not np.isfinite(own).all():
         return "torch's own answer holds NaN or infinity, so it proves nothing"
-    typical = float(quantile(own, 0.5)) if own.size else 0.0
-    if (wide := tolerance.budget(typical)) > tolerance.most:
-        return (
-            f"torch's own error is {typical:.1e} of the unit of an entry: a budget of {wide:.1e} "
-            f"proves nothing (at most {tolerance.most:.1e}); find out where the model's "
-            "activations grow or cancel"
-        )
-    if error <= budget:
-        return ""
+    doubtful = float(quantile(own, 0.5)) if own.size else 0.0
+    if tolerance.budget(doubtful) <= tolerance.most:
+        if error <= budget:
+            return ""
+        # Within that many times torch's own error, only the largest budget is exceeded.
+        if error > tolerance.budget(reference_error):
+            return (
+                f"error {error:.2e} of the entry's unit exceeds the budget {budget:.2e} "
+                f"({tolerance.factor:g} x torch's own {reference_error:.2e})"
+            )
+        doubtful = reference_error
     return (
-        f"error {error:.2e} of the entry's unit exceeds the budget {budget:.2e} "
-        f"({tolerance.factor:g} x torch's own {reference_error:.2e})"
+        f"torch's own error is {doubtful:.1e} of the unit of an entry: a budget of "
+        f"{tolerance.budget(doubtful):.1e} proves nothing (at most {tolerance.most:.1e}); find "
+        "out where the model's activations grow or cancel"
     )

@@ -212,6 +212,17 @@ def test_a_budget_that_proves_nothing_fails() -> None:
     assert not any(item.fault for item in compare(CASE, expected, ORACLE, Tolerance(most=1.0)))
 
 
+@pytest.mark.parametrize(("error", "told"), [(0.01, ""), (0.02, "proves"), (1.0, "exceeds the")])
+def test_a_position_whose_budget_proves_nothing_accuses_no_model(error: float, told: str) -> None:
+    name, far = "past.0.keys", np.array([1e-6, 1e-6, 0.02, 1e-6, 1e-6, 1e-6])
+    expected, found = Truth(ORACLE, TRUTH.errors | {name: far}), answer()
+    found[name][0, :, 2] += 1.0
+    whole = expected.units(CASE)[name].largest_error(found[name])
+    found[name][0, :, 2] += error / whole - 1.0
+    (item,) = compare(CASE, expected, found, Tolerance(), only=[name])
+    assert told in item.fault and bool(item.fault) is bool(told)
+
+
 def test_equal_tensors_pass() -> None:
     comparisons = compare(CASE, TRUTH, ORACLE, TOLERANCE)
     assert [item.tensor for item in comparisons] == list(ORACLE)
