@@ -241,7 +241,12 @@ class Series(RowReader):
                     "for each"
                 )
             reader.layout = replace(first, path=other.path, schema=other.schema)
-        self.layout = replace(first, path=f"{readers[0].layout.path} and {len(readers) - 1} more")
+        schema = first.schema
+        for place, column in enumerate(schema or ()):  # nulls of any file need a place
+            given = [reader.layout.schema.field(column.name).nullable for reader in readers]
+            schema = schema.set(place, column.with_nullable(any(given)))
+        path = f"{readers[0].layout.path} and {len(readers) - 1} more"
+        self.layout = replace(first, path=path, schema=schema)
         self._readers, self._counts, self._reading = readers, dict[int, int](), 0
 
     @property

@@ -389,7 +389,7 @@ class ParquetWriter(RowWriter):
         # Closed after an error too: else its destructor complains of the closed file.
         with pyarrow.parquet.ParquetWriter(file, self.schema) as writer:
             while group := list(islice(rows, self.group)):
-                with _held(pyarrow.ArrowNotImplementedError):
+                with _held(pyarrow.ArrowException):
                     writer.write_table(self.table(group))
 
     def table(self, group: Sequence[Record]) -> Any:
@@ -431,7 +431,7 @@ class ParquetWriter(RowWriter):
         with pyarrow.parquet.ParquetWriter(file, self.schema) as writer:
             for group in row_groups(batches, self.group):
                 table = pyarrow.Table.from_batches(group).unify_dictionaries()
-                with _held(pyarrow.ArrowNotImplementedError):
+                with _held(pyarrow.ArrowException):
                     writer.write_table(table.combine_chunks())
 
     def _batches(self, path: Path) -> Iterator[Any]:

@@ -192,6 +192,22 @@ def test_files_of_other_types(tmp_path: Path) -> None:
     assert parquet.read_table(out)["text"].to_pylist() == ["x", "y", "x", "y", None, None]
 
 
+@pytest.mark.parametrize("values", [["x"], [1], [[1]]])
+def test_a_later_file_may_have_nulls(tmp_path: Path, values: list[Any]) -> None:
+    """In a column that has none in the first; a null list must not become an empty one."""
+    column, sources = pyarrow.array(values), [tmp_path / "a.parquet", tmp_path / "b.parquet"]
+    for path, array in zip(sources, (column, pyarrow.nulls(1, column.type)), strict=True):
+        strict = pyarrow.field("n", column.type, nullable=bool(array.null_count))
+        schema = pyarrow.schema([("text", pyarrow.string()), strict])
+        parquet.write_table(pyarrow.table([["a"], array], schema=schema), path)
+    for files in (sources, sources[::-1]):
+        Job(Echo(), files, tmp_path / "out.parquet", JobOptions(force=True)).run()
+        assert sorted(parquet.read_table(tmp_path / "out.parquet")["n"].to_pylist(), key=str) in (
+            [*values, None],
+            [None, *values],
+        )
+
+
 def test_a_text_that_is_no_utf8_leaves_an_empty_cell(tmp_path: Path) -> None:
     texts = pyarrow.array([b"a", b"\xff", b"c"]).view(pyarrow.string())
     parquet.write_table(pyarrow.table({"text": texts, "n": [1, 2, 3]}), tmp_path / "in.parquet")
