@@ -239,14 +239,13 @@ def pooled(hidden: Tensor, mask: Tensor, kind: Pooling) -> Tensor:
     """
     if kind == "first":
         return hidden[:, 0]
-    there = mask[..., None]
+    there, ones = mask[..., None], mask.to(hidden.dtype)
     if kind.startswith("splade"):
         weights = torch.log1p(F.relu(hidden.masked_fill(~there, 0.0)))
         weights = torch.log1p(weights) if "log" in kind else weights
-        return weights.amax(dim=1) if kind.endswith("max") else weights.sum(dim=1)
+        return weights.amax(dim=1) if kind.endswith("max") else _sums(weights, ones)
     if kind == "max":
         return hidden.masked_fill(~there, -torch.inf).amax(dim=1)
-    hidden, ones = hidden.masked_fill(~there, 0.0), mask.to(hidden.dtype)
     length, place = ones.sum(dim=1, keepdim=True), ones.cumsum(dim=1)
     if kind == "last":
         weights = ones * (place == length)
@@ -254,4 +253,13 @@ def pooled(hidden: Tensor, mask: Tensor, kind: Pooling) -> Tensor:
         weights = ones * place / (ones * place).sum(dim=1, keepdim=True)
     else:
         weights = ones / (length if kind == "mean" else length.sqrt())
-    return (hidden * weights[..., None]).sum(dim=1)
+    return _sums(hidden.masked_fill(~there, 0.0), weights)
+
+
+def _sums(values: Tensor, weights: Tensor) -> Tensor:
+    """Sums values [batch, length, width] times weights [batch, length] over positions.
+
+    As a product of two equal rows, whose terms onnxruntime adds in order: those of a sum, or of a
+    product of one row, it adds in another order for a single text, or with other padding.
+    """
+    return torch.matmul(weights[:, None].expand(-1, 2, -1), values)[:, 0]

@@ -142,3 +142,16 @@ def test_layers_of_other_positions_leave_padding_in() -> None:
     graph.model.graph.inputs.append(mask)
     assert Fusion(graph, FloatKernels(with_relu=True), packed=True).run() == 2
     assert "NonZero" not in {node.op_type for node in graph.model.graph}
+
+
+@pytest.mark.parametrize("variant", ["portable", "cpu-fp32"])
+@pytest.mark.parametrize("pooling", ["mean", "weighted", "root-mean", "last", "max", "splade-sum"])
+def test_a_pooled_vector_has_the_same_bits_alone(variant: str, pooling: str) -> None:
+    graph = encoder_of(random_reader(pooling=(pooling,)), variant)
+    lengths = np.random.default_rng(0).integers(1, 24, 12)
+    source, mask = batch(*lengths)
+    whole = run(graph, [source, mask])["head"]
+    for row, length in enumerate(lengths):
+        columns = -(-length // 4) * 4
+        alone = run(graph, [each[row : row + 1, :columns] for each in (source, mask)])["head"]
+        np.testing.assert_array_equal(alone[0], whole[row])
