@@ -212,7 +212,7 @@ class ShownModel:
                 elif (placed := _placed(parts, cuts)) is not None:
                     values = placed[:, :length]
                 else:
-                    values = np.concatenate(parts)
+                    values = _of_distances([part.reshape(-1, width) for part in parts])
                 found[name] = values.reshape(-1, width)
             for name, source in runner.rounded.items():
                 if name in found and source in found:
@@ -238,6 +238,14 @@ def _placed(parts: Sequence[NDArray[Any]], cuts: Iterable[Cut]) -> NDArray[Any] 
                 whole[rows, :columns][each] = part.reshape(-1, width)
             return whole
     return None
+
+
+def _of_distances(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Joins `[positions, width]`; of embeddings of distances, shorter rows read the middle alone."""
+    widest = max(parts, key=len)
+    starts = [(len(widest) - len(part)) // 2 for part in parts]
+    middles = [widest[start : start + len(p)] for start, p in zip(starts, parts, strict=True)]
+    return widest if all(map(np.array_equal, parts, middles)) else np.concatenate(parts)
 
 
 def _signed(written: NDArray[Any], like: Tensor, least: int, places: Any) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from tests.export.conftest import opened
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.export.oracle.cases import lines, random_case
-from transferry.export.oracle.followed import Followed, ShownModel, followed
+from transferry.export.oracle.followed import Followed, ShownModel, _of_distances, followed
 from transferry.export.oracle.oracle import Oracle
 from transferry.export.rewrite.calibration import Calibration
 from transferry.export.subject.bundle_copy import BundleCopy, add, constant, replace
@@ -133,3 +133,10 @@ def test_of_values_with_equal_integers_the_one_before_rounding_tells(
     following.begin()
     following(torch.from_numpy(value), 1.0, -128, 127)
     assert following.sites[0, 0].name == "right"
+
+
+def test_embeddings_of_distances_are_those_of_the_longest_rows() -> None:
+    whole = np.arange(18.0).reshape(9, 2)
+    assert _of_distances([whole[2:7], whole, whole[1:8]]) is whole
+    parts = [whole[1:6], whole]
+    assert np.array_equal(_of_distances(parts), np.concatenate(parts))
