@@ -241,7 +241,7 @@ def _placed(parts: Sequence[NDArray[Any]], cuts: Iterable[Cut]) -> NDArray[Any] 
 
 
 def _of_distances(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    """Joins `[positions, width]`; of embeddings of distances, shorter rows read the middle alone."""
+    """Joins `[positions, width]`; shorter rows read the middle of embeddings of distances."""
     widest = max(parts, key=len)
     starts = [(len(widest) - len(part)) // 2 for part in parts]
     middles = [widest[start : start + len(p)] for start, p in zip(starts, parts, strict=True)]
