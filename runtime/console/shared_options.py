@@ -247,7 +247,7 @@ job_options = together(
         "--processes",
         type=click.IntRange(1, 1024),
         help="Processes that share the replicas of the CPU: faster with many replicas, or few rows "
-        "per batch. Each opens the bundle for itself. Default: one for each 8 replicas.",
+        "per batch. Each opens the bundle for itself. Default: one for each 4 replicas.",
     ),
     machine(
         "--batch-rows",

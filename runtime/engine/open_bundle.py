@@ -147,7 +147,7 @@ class OpenBundle:
             device_ids: GPUs, which share the rows. Default: that of `options`.
             replicas: Concurrent batches per device. Default: on the CPU the cores divided by
                 threads, on CUDA one (docs/performance.md).
-            processes: Processes that share the replicas of the CPU; None for one of each eight
+            processes: Processes that share the replicas of the CPU; None for one of each four
                 replicas. Those of one process wait for each other's Python: with many, or with
                 batches of few rows, several processes are faster. Each opens the bundle for itself.
             batches: Limits on a batch. Default: depends on the variant.

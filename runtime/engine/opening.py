@@ -20,7 +20,7 @@ from transferry.runtime.proof.report import ParityReport
 from transferry.runtime.settings import check_value, field_types, hint
 
 # Of one process, unless they are told to share another number of processes (docs/performance.md).
-REPLICAS = 8
+REPLICAS = 4
 
 
 def session_options(options: SessionOptions | None, named: dict[str, Any]) -> SessionOptions:

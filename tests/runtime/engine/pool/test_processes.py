@@ -74,8 +74,8 @@ def test_processes_have_replicas_on_the_cpu(
     ("replicas", "processes", "expected"),
     [
         (7, None, [7]),
-        (17, None, [8, 9]),
-        (64, None, [8] * 8),
+        (17, None, [4, 4, 4, 5]),
+        (64, None, [4] * 16),
         (7, 1, [7]),
         (8, 3, [2, 3, 3]),
     ],
