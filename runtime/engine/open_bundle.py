@@ -19,6 +19,7 @@ from transferry.runtime.decoding.generation_options import (
     suppressing,
 )
 from transferry.runtime.engine.opening import (
+    check_replicas,
     covered,
     devices_of,
     open_certified,
@@ -44,11 +45,11 @@ from transferry.runtime.engine.worker_pool import (
     batch_worker,
     in_order,
 )
-from transferry.runtime.errors import InputError, Option, UsageError, require
+from transferry.runtime.errors import InputError, Option, UsageError
 from transferry.runtime.hardware import usable_cores
 from transferry.runtime.ort.encoder import EncoderModel
 from transferry.runtime.ort.open_model import ServedDecoder, ServedModel, open_model
-from transferry.runtime.ort.session import Few, SessionOptions
+from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.proof.certificates.certificate import Certificate
 from transferry.runtime.proof.certificates.signature import Trust
 from transferry.runtime.proof.certificates.standing import (
@@ -59,7 +60,7 @@ from transferry.runtime.proof.certificates.standing import (
 from transferry.runtime.proof.certificates.strength import FORMER, STRENGTHS, Strength
 from transferry.runtime.proof.recorded import verify_recorded
 from transferry.runtime.proof.report import ParityReport
-from transferry.runtime.settings import check_value, shown
+from transferry.runtime.settings import shown
 from transferry.runtime.tokenizer.special_tokens import SpecialTokens
 
 AnyModel = TypeVar("AnyModel", bound=ServedModel)
@@ -98,8 +99,7 @@ class OpenBundle:
             required: Certificates that must cover every search.
             progress: Show a progress bar for each call.
         """
-        check_value("replicas", replicas, Few)
-        require(replicas >= 1, "replicas", "at least 1", replicas)
+        check_replicas(replicas)
         _require_type("batches", batches, BatchOptions | None)
         self.bundle = bundle
         self.models: Sequence[ServedModel] = models

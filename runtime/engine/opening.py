@@ -53,8 +53,15 @@ def devices_of(options: SessionOptions, device_ids: Sequence[int] | None) -> lis
     return [replace(options, device_id=number) for number in ids]
 
 
+def check_replicas(replicas: int) -> None:
+    """Raises UsageError unless there is a replica."""
+    check_value("replicas", replicas, Few)
+    require(replicas >= 1, "replicas", "at least 1", replicas)
+
+
 def shares_of(replicas: int, processes: int | None, options: SessionOptions) -> list[int]:
     """Returns the number of replicas of each process, the smallest first; see `load`."""
+    check_replicas(replicas)
     if processes is None:
         processes = max(1, replicas // REPLICAS) if options.provider == "cpu" else 1
     check_value("processes", processes, Few)

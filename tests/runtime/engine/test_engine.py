@@ -230,7 +230,7 @@ def test_every_device_is_opened(bundle_folder: Path, monkeypatch: pytest.MonkeyP
         opened.append((options.provider, options.device_id))
         return PortableDecoder(bundle, variant, SessionOptions())
 
-    monkeypatch.setattr("transferry.runtime.engine.open_bundle.open_model", open_here)
+    monkeypatch.setattr("transferry.runtime.engine.opening.open_model", open_here)
     engine = Engine.load(bundle_folder, provider="cuda", device_ids=[2, 0])
     assert opened == [("cuda", 2), ("cuda", 0)]
     assert (engine.describe()["devices"], engine.replicas) == (2, 1)
