@@ -32,6 +32,7 @@ from transferry.runtime.io.whole import MOST_BYTES, read_bytes
 from transferry.runtime.tokenizer.byte_pair import GPT2_PATTERN, AnyTokenizer, Tokenizer
 from transferry.runtime.tokenizer.special_tokens import SpecialTokens, panics_as_errors
 from transferry.runtime.tokenizer.third_party import (
+    UNKNOWN,
     HuggingFaceTokenizer,
     SentencePiecePair,
     SentencePieceTables,
@@ -119,7 +120,10 @@ def _special_texts(pretrained: PretrainedFolder, name: str, size: int) -> dict[s
     ids = read_document(path, dict[str, int], REMEDY, most=MOST_BYTES)
     listed = dict(added_tokens(pretrained))
     values = settings.values if listed else pretrained.special_tokens.values | settings.values
-    usual = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+    unknown = values.get("unk_token", UNKNOWN)
+    if (unknown.get("content") if isinstance(unknown, dict) else unknown) != UNKNOWN:
+        settings.refuse("unk_token", unknown, f"{UNKNOWN}, whose id unknown pieces get")
+    usual = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": UNKNOWN, "pad_token": "<pad>"}
     named = [text for text in usual.values() if text in ids]
     for name in sorted(values, key=lambda name: "special_tokens" in name):  # as transformers
         if "special_tokens" in name or name.endswith("_token"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+from contextlib import nullcontext
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -335,6 +336,19 @@ def test_marian_reads_words_of_single_word_as_text(listed: bool, tmp_path: Path)
     assert "<new>" not in TOKENIZERS["marian"](folder, shape).special_texts()
     (note,) = folder.notes
     assert note.startswith("<new> left out of the tokens that texts may name")
+
+
+@pytest.mark.parametrize("form", [str, lambda text: {"content": text}])
+def test_marian_with_another_unknown_token_is_refused(form: Any, tmp_path: Path) -> None:
+    size = marian_vocabulary(tmp_path)
+    ids = {"eos_token_id": 0, "pad_token_id": size - 1, "decoder_start_token_id": size - 1}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "marian", **ids}))
+    shape = ModelConfig(size + 1, 8, 2, 1, 1, 8, architecture="encoder-decoder")
+    for text in ("<unk>", "</s>"):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"unk_token": form(text)}))
+        refused = pytest.raises(InputError, match=r"unk_token is .*supported: <unk>")
+        with nullcontext() if text == "<unk>" else refused:
+            TOKENIZERS["marian"](PretrainedFolder(tmp_path), shape)
 
 
 def test_bytes_of_byt5_are_theirs(tmp_path: Path) -> None:
