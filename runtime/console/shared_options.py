@@ -147,6 +147,9 @@ configurable = click.option(
 FORCE = option("--force", is_flag=True, help="Replace the output if it exists.")
 AS_JSON = option("--json", "as_json", is_flag=True, help="Print the summary as JSON on stdout.")
 QUIET = option("--quiet", is_flag=True, help="Print no progress and no summary.")
+# Bytes of input that a few replicas answer while other processes would start.
+SMALL_INPUT = 1 << 20
+
 # Headings in --help.
 INPUT_OUTPUT, ROWS, SEARCH = "Input and output", "Rows", "Search"
 MACHINE, JOB, PROOF, RAY = "Machine", "Job", "Proof", "Ray"
@@ -247,7 +250,8 @@ job_options = together(
         "--processes",
         type=click.IntRange(1, 1024),
         help="Processes that share the replicas of the CPU: faster with many replicas, or few rows "
-        "per batch. Each opens the bundle for itself. Default: one for each 4 replicas.",
+        "per batch. Each opens the bundle for itself. Default: one for each 4 replicas, where the "
+        "input has more than 1 MB.",
     ),
     machine(
         "--batch-rows",
@@ -326,14 +330,22 @@ def batch_options(rows: int | None) -> BatchOptions | None:
     return None if rows is None else BatchOptions(rows=rows, tokens=rows << 7)
 
 
+def processes_for(inputs: Sequence[Any]) -> int | None:
+    """Returns 1 for files that take less time than processes to start, else None for many."""
+    files = [path for path in inputs if isinstance(path, Path) and path.is_file()]
+    small = sum(path.stat().st_size for path in files) < SMALL_INPUT
+    return 1 if small and len(files) == len(inputs) else None
+
+
 def _engine_loader(options: Mapping[str, Any]) -> Callable[[], Engine]:
     """Returns a function that opens the bundle, here or in a worker of Ray."""
     from transferry.runtime.engine.engine import Engine
 
-    folder, rows, replicas = (options[name] for name in ("bundle_folder", "batch_rows", "replicas"))
-    trusted_key, processes = options["trusted_key"], options["processes"]
+    folder, rows = options["bundle_folder"], options["batch_rows"]
+    replicas, processes = options["replicas"], options["processes"]
+    trusted_key = options["trusted_key"]
     if options["engine"] == "ray":  # a worker has its own working directory, and few cores
-        folder, replicas, processes = folder.absolute(), replicas or 1, processes or 1
+        folder, replicas = folder.absolute(), replicas or 1
         trusted_key = [path.absolute() for path in trusted_key]
     try:
         devices = tuple(int(number) for number in str(options["device"]).split(","))
@@ -346,7 +358,7 @@ def _engine_loader(options: Mapping[str, Any]) -> Callable[[], Engine]:
         folder,
         **{name: options[name] for name in (*_SESSION, "variant")},
         replicas=replicas,
-        processes=processes,
+        processes=processes_for(options["text"]) if processes is None else processes,
         device_ids=devices,
         batches=batch_options(rows),
         require_certificate=options["require_certificate"] or False,

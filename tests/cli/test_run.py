@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.commands import call, done, fails
+from transferry.runtime.console.shared_options import SMALL_INPUT, processes_for
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
@@ -52,6 +53,15 @@ def test_a_sample_depends_on_the_seed_and_on_nothing_else(bundle_folder: Path, l
     assert sample("--seed", "1") == sample("--seed", "1", "--batch-rows", "1")
     assert sample("--seed", "1", "--replicas", "3") != sample("--seed", "2")
     assert sample("--seed", "2", "--replicas", "3", "--processes", "2") == sample("--seed", "2")
+
+
+def test_processes_start_for_inputs_that_are_worth_it(tmp_path: Path) -> None:
+    small, large = tmp_path / "small.txt", tmp_path / "large.txt"
+    small.write_text("a\n")
+    large.write_bytes(b"a\n" * (SMALL_INPUT // 2))
+    assert processes_for([small, small]) == 1
+    for inputs in ([large], [small, large], [tmp_path], [Path("-")], [small, "s3://corpora/en"]):
+        assert processes_for(inputs) is None
 
 
 def test_every_answer_begins_with_the_prefix_which_counts(bundle_folder: Path, lines: Path) -> None:
