@@ -207,7 +207,8 @@ def _emptied(row: Any) -> Any:
             cell.validate(full=True)
             cells.append(cell)
             continue
-        empty = [] if pyarrow.types.is_nested(field.type) else ""
+        nested = pyarrow.types.is_nested(field.type)
+        empty: Any = [None] * getattr(field.type, "list_size", 0) if nested else ""
         cells.append(pyarrow.array([None if field.nullable else empty], field.type))
     return pyarrow.record_batch(cells, row.schema)
 
