@@ -25,6 +25,7 @@ from transferry.runtime.engine.opening import (
     open_certified,
     session_options,
     shares_of,
+    weights_of,
 )
 from transferry.runtime.engine.preprocess import (
     EncodedRow,
@@ -148,8 +149,9 @@ class OpenBundle:
             replicas: Concurrent batches per device. Default: on the CPU the cores divided by
                 threads, on CUDA one (docs/performance.md).
             processes: Processes that share the replicas of the CPU; None for one of each four
-                replicas. Those of one process wait for each other's Python: with many, or with
-                batches of few rows, several processes are faster. Each opens the bundle for itself.
+                replicas, with copies of the weights of 1 GiB in all. Replicas of one process wait
+                for each other's Python: with many, or with batches of few rows, several processes
+                are faster. Each opens the bundle for itself.
             batches: Limits on a batch. Default: depends on the variant.
             require_certificate: Least strength of a certificate for this way of computing:
                 "checkpoint" (or True), "checkpoint without fresh graphs", that is its answers and
@@ -188,8 +190,8 @@ class OpenBundle:
         if replicas is None:
             cpu = options.provider == "cpu"
             replicas = max(1, usable_cores() // options.threads) if cpu else 1
-        shares = shares_of(replicas, processes, options)
         chosen = bundle.variant(variant) if variant else fastest(bundle, devices[0], trusted)
+        shares = shares_of(replicas, processes, options, weights_of(bundle, chosen))
         others = None
         if len(shares) > 1:
             reads_special = special_tokens == "as-tokens"

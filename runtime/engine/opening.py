@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import PurePosixPath
 from typing import Any, get_args
 
 from transferry.runtime.bundle.bundle import Bundle
@@ -19,8 +20,11 @@ from transferry.runtime.proof.certificates.strength import Strength
 from transferry.runtime.proof.report import ParityReport
 from transferry.runtime.settings import check_value, field_types, hint
 
-# Of one process, unless they are told to share another number of processes (docs/performance.md).
+# Of one process, where no number of processes is given (docs/performance.md).
 REPLICAS = 4
+# Bytes of all copies of the weights, likewise: a large model has long steps, between which there is
+# little Python.
+COPIES = 1 << 30
 
 
 def session_options(options: SessionOptions | None, named: dict[str, Any]) -> SessionOptions:
@@ -59,11 +63,31 @@ def check_replicas(replicas: int) -> None:
     require(replicas >= 1, "replicas", "at least 1", replicas)
 
 
-def shares_of(replicas: int, processes: int | None, options: SessionOptions) -> list[int]:
-    """Returns the number of replicas of each process, the smallest first; see `load`."""
+def weights_of(bundle: Bundle, variant: Variant) -> int:
+    """Returns the bytes of the files beside a variant's graphs."""
+    folders = {PurePosixPath(graph.file).parent for graph in variant.graphs.values()}
+    files = bundle.manifest.files.items()
+    return sum(file.size for path, file in files if PurePosixPath(path).parent in folders)
+
+
+def shares_of(
+    replicas: int, processes: int | None, options: SessionOptions, weights: int
+) -> list[int]:
+    """Returns the number of replicas of each process, the smallest first.
+
+    Args:
+        replicas: Of all processes.
+        processes: Their number; None takes it from replicas and weights.
+        options: More processes than one need provider cpu.
+        weights: Bytes that each process holds.
+
+    Raises:
+        UsageError: A number is out of range.
+    """
     check_replicas(replicas)
     if processes is None:
-        processes = max(1, replicas // REPLICAS) if options.provider == "cpu" else 1
+        most = COPIES // max(weights, 1) if options.provider == "cpu" else 1
+        processes = max(1, min(replicas // REPLICAS, most))
     check_value("processes", processes, Few)
     share, more = divmod(replicas, max(processes, 1))
     require(processes >= 1 and share > 0, "processes", f"1 to {replicas}, the replicas", processes)

@@ -15,7 +15,7 @@ from tests.commands import PATIENCE
 from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.open_bundle import Opening
-from transferry.runtime.engine.opening import shares_of
+from transferry.runtime.engine.opening import shares_of, weights_of
 from transferry.runtime.engine.preprocess import WorkItem
 from transferry.runtime.engine.processes import Processes, _computed
 from transferry.runtime.errors import AllocationError, InputError, Option, UsageError
@@ -81,8 +81,17 @@ def test_processes_have_replicas_on_the_cpu(
     ],
 )
 def test_replicas_by_process(replicas: int, processes: int | None, expected: list[int]) -> None:
-    assert shares_of(replicas, processes, SessionOptions()) == expected
-    assert shares_of(replicas, None, SessionOptions(provider="cuda")) == [replicas]
+    assert shares_of(replicas, processes, SessionOptions(), 1 << 20) == expected
+    assert shares_of(replicas, None, SessionOptions(provider="cuda"), 1 << 20) == [replicas]
+
+
+def test_copies_of_large_weights_are_few(engine: Engine) -> None:
+    found = [len(shares_of(64, None, SessionOptions(), size << 20)) for size in (64, 200, 1500)]
+    assert found == [16, 5, 1]
+    assert len(shares_of(64, 9, SessionOptions(), 1500 << 20)) == 9
+    files = [*engine.bundle.folder.joinpath("portable").iterdir()]
+    expected = sum(file.stat().st_size for file in files)
+    assert weights_of(engine.bundle, engine.model.variant) == expected
 
 
 def test_a_process_that_ends_is_an_error(bundle_folder: Path, texts: list[str]) -> None:
