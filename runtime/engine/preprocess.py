@@ -249,7 +249,7 @@ def checked_texts(
 
     Raises UsageError for a single text, a dictionary or a table.
     """
-    require_several(texts)
+    texts = require_several(texts)
 
     def checked(text: Any, number: int) -> Any:
         if isinstance(text, also):
@@ -260,13 +260,15 @@ def checked_texts(
     return Checked(texts, checked)
 
 
-def require_several(texts: Iterable[Any]) -> None:
-    """Raises UsageError for a single text, a dictionary or a table, which are no rows."""
+def require_several(texts: Iterable[Any]) -> Iterable[Any]:
+    """Returns the rows; raises UsageError for a single text, a dictionary or a table."""
     rows = isinstance(texts, Iterable) and not isinstance(texts, str | bytes | Mapping)
     if not rows or getattr(texts, "ndim", 1) != 1 or hasattr(texts, "columns"):
         table = 'a table; give one column, such as table["text"]'
         found = table if hasattr(texts, "columns") else shown(texts)
         raise UsageError(f"texts must be several, such as a list, found {found}")
+    # A column of Arrow yields scalars of Arrow.
+    return texts.to_pylist() if hasattr(texts, "to_pylist") else texts
 
 
 def checked_pairs(pairs: Iterable[Any], *, both: bool = False) -> Iterator[Any]:
@@ -281,8 +283,7 @@ def checked_pairs(pairs: Iterable[Any], *, both: bool = False) -> Iterator[Any]:
         first, second = _checked_text(pair, number)
         return first, no_text(second, number) if both and second is None else second
 
-    require_several(pairs)
-    return Checked(pairs, checked)
+    return Checked(require_several(pairs), checked)
 
 
 def _checked_text(text: Any, number: int) -> Any:

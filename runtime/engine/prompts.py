@@ -112,8 +112,7 @@ def deciding_part(given: Any, options: GenerationOptions | None) -> Any:
 
 def checked_prompts(texts: Iterable[Source]) -> Iterator[Encodable | Asked]:
     """Yields texts and errors, and chats and token ids as prompts; see `checked_texts`."""
-    require_several(texts)
-    return map(_prompt, texts, count(1))
+    return map(_prompt, require_several(texts), count(1))
 
 
 def _prompt(source: Any, number: int) -> Encodable | Asked:

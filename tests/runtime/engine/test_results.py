@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -83,6 +84,14 @@ def test_results_make_a_table(engine: Engine) -> None:
     assert frame["text"].tolist() == answers(found)
     assert found[0].score == found[0].hypotheses[0].score == found[0].to_dict()["score"]
     assert math.isnan(found[1].score)
+
+
+def test_columns_of_arrow_are_texts(engine: Engine) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    rows: list[Any] = ["a", None, "the cat"]
+    plain = list(engine.generate(rows, GREEDY))
+    for column in (pyarrow.array(rows), pyarrow.chunked_array([rows[:1], rows[1:]])):
+        assert list(engine.generate(column, GREEDY)) == plain
 
 
 def test_every_public_name_is_listed() -> None:
