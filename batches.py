@@ -3,8 +3,6 @@
 Ray Data, Hugging Face datasets, Spark and pandas call it with their own tables.
 """
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import os

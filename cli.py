@@ -3,8 +3,6 @@
 Each command imports what it needs when it runs, so that --help is instant.
 """
 
-from __future__ import annotations
-
 if __name__ == "__main__":  # signals are handled before the imports below
     import runpy
 

@@ -3,8 +3,6 @@
 The results are the same.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import sys

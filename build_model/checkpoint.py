@@ -13,8 +13,6 @@ CHECKPOINT/
   state.safetensors            weights, optimiser and progress, for `--resume`
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager

@@ -1,7 +1,5 @@
 """The folder of a checkpoint: created, refused or replaced; the options of its command."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import re

@@ -3,8 +3,6 @@
 Each imports what it needs when it runs, so that --help is instant.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path

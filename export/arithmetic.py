@@ -6,8 +6,6 @@ each product converts its weight as it is computed. Of a small one, whose functi
 their products, each precision has a copy.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence

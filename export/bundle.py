@@ -1,7 +1,5 @@
 """Export: makes a bundle in a temporary folder, verifies it there and renames it into place."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import importlib.metadata

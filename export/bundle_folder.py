@@ -1,7 +1,5 @@
 """The folder of a bundle: whether `export` may write it. Needs no torch."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

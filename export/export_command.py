@@ -1,7 +1,5 @@
 """The command `export`. It imports what it needs when it runs, so that --help is instant."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

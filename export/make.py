@@ -1,7 +1,5 @@
 """The graphs of a bundle's variants."""
 
-from __future__ import annotations
-
 import pkgutil
 from collections.abc import Callable, Mapping
 from typing import Any

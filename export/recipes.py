@@ -1,7 +1,5 @@
 """The variants that `export` makes: precision, files and kernels of each. Needs no torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from transferry.runtime.bundle.specs import PORTABLE, REFERENCE

@@ -4,8 +4,6 @@
 removing either leaves the other without its modules.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import re
 from collections.abc import Mapping

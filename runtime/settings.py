@@ -1,7 +1,5 @@
 """Settings: their types and ranges; as TOML, read by `--config`, written beside every result."""
 
-from __future__ import annotations
-
 import difflib
 import functools
 import json

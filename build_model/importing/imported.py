@@ -1,7 +1,5 @@
 """An imported model before its tensors are copied, and its summary for the user."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

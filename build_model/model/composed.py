@@ -1,7 +1,5 @@
 """Base of the reference's modules, which a family may extend."""
 
-from __future__ import annotations
-
 from typing import Any, Self
 
 from torch import nn

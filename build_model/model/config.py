@@ -1,7 +1,5 @@
 """Shape of any model: the papers' fields, and those of each part; checked on construction."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from transferry.build_model.model.parts.disentangled import DisentangledConfig

@@ -1,7 +1,5 @@
 """Positions, feed-forward sublayer and layer of a Transformer."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 

@@ -1,7 +1,5 @@
 """Norms: LayerNorm and RMSNorm."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

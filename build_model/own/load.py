@@ -1,7 +1,5 @@
 """Calls the user's function, and tries the module that it returns against the protocol."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

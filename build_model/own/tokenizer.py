@@ -1,7 +1,5 @@
 """The tokenizer of a module of the user's own, from a folder or a file."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Quality of a model on held-out text: loss per token, and sacreBLEU for translation."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The training of `transferry train`: from the files of a recipe to a checkpoint."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ dropout from (seed, step, rank). So the saved state needs no random numbers, and
 ends with the weights of an uninterrupted one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

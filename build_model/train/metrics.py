@@ -1,7 +1,5 @@
 """Training log: metrics.jsonl with one JSON object per line, and a plot of it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The recipe of `transferry train`: its options, checked without loading torch."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass

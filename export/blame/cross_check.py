@@ -5,8 +5,6 @@ one graph of a variant; a plain decoder or encoder drives the graphs with numpy 
 calls and nothing reused, so that no IOBinding or memory is shared with the served decoder.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """torch's traced program: its values in float32 and float64, and their lines of code."""
 
-from __future__ import annotations
-
 import contextlib
 import linecache
 import re

@@ -4,8 +4,6 @@ The bundle's defaults, precisions and recorded answers decide the served variant
 and both sides of a comparison read them: without the checkpoint, a wrong one would go unnoticed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, fields, replace
 from itertools import chain

@@ -3,8 +3,6 @@
 The writers of a job write the engine's results, and json, csv, numpy and pyarrow read the files.
 """
 
-from __future__ import annotations
-
 import base64
 import csv
 import json

@@ -6,8 +6,6 @@ attribute or an edge that differs is a fault whatever it does to the answers. Wh
 gets wrong, the comparison with torch shows; that nothing waits for a token, `tokens_claim`.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Every tensor over cases of random tokens, the same input again, and rows in padded batches."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace

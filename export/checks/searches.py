@@ -1,7 +1,5 @@
 """Searches over text: the subject's tokens and scores beside torch's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Effect of the differences on answers: tokens, BLEU, labels, vectors and scores."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 

@@ -1,7 +1,5 @@
 """Text fed whole: given answers to a decoder, scores of texts, passages to an encoder."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

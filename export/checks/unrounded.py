@@ -5,8 +5,6 @@ nothing is rounded. Such a graph differs from torch by rounding in float32 alone
 other operators show, however coarse the integers are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial

@@ -4,8 +4,6 @@ Sees faults that rounding hides: one integer of a rare row, a scale off by a per
 those that torch's exporter and `export.optimise` give.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Iterator, Sequence

@@ -9,8 +9,6 @@ Each file appears whole and in this order; then training begins. The same call c
 interruption with the first step that is missing.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

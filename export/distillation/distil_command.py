@@ -3,8 +3,6 @@
 It imports what it needs when it runs, so that --help is instant.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

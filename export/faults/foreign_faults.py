@@ -1,7 +1,5 @@
 """Faults of other tools' graphs: weights, masks, positions, the cache, declared shapes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from functools import partial

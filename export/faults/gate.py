@@ -5,8 +5,6 @@ passes is compared with the honest subject on inputs that the checks do not use,
 that was missed from one that changes no answer.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Faults of the graphs themselves: masks, norms, activations, residuals, the cache."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

@@ -3,8 +3,6 @@
 They leave the step graphs as they are, so that only the comparison of whole answers can tell.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 

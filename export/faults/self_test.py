@@ -1,7 +1,5 @@
 """Faults in copies of a bundle, which the checks of `verify` must catch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

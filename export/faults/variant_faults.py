@@ -4,8 +4,6 @@ The faults of `graph_faults` know how the portable graphs are built. These know 
 so that no graph is left out, whichever is added.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Faults of weights, tables of positions, the tokenizer and whole files."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Inputs of the comparisons: sizes that reveal a frozen dimension, the whole vocabulary, text."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any

@@ -8,8 +8,6 @@ within half a step and the limit of float32 rounding. Nothing is excused by a bo
 crossed before, and the outputs must be as exact as in float32.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass

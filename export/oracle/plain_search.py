@@ -4,8 +4,6 @@ It follows docs/portability.md, and shares no code with the search that serves: 
 gives the types of options and hypotheses alone. `PLAIN` and `OUTSIDE` name every option.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

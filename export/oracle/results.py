@@ -3,8 +3,6 @@
 The runtime's tokenizer is used, its code of the tasks is not: a fault there shows as a difference.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence

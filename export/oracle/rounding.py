@@ -8,8 +8,6 @@ where a value moves across the border of two integers. Scales and the rounding o
 export's own functions; the operators, their order and their constants are not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar

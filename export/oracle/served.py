@@ -1,7 +1,5 @@
 """Answers through the path that serves: the engine's queue, replicas, and batches of full size."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 

@@ -1,7 +1,5 @@
 """Errors and margins on given answers: by position, and how clear each choice was."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import exp, fsum, lgamma, log, log1p
 from typing import Any

@@ -1,7 +1,5 @@
 """Figures of a parity report: SVG with the colours and fonts of the page around it."""
 
-from __future__ import annotations
-
 import io
 import math
 import re

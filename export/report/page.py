@@ -1,7 +1,5 @@
 """A parity report as one HTML page, without network, scripts or other files."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

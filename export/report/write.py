@@ -1,7 +1,5 @@
 """The files of a parity report."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Fused variants: the cache in place, and linear layers on onnxruntime's own kernels."""
 
-from __future__ import annotations
-
 import copy
 
 import onnx_ir as ir

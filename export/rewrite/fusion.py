@@ -7,8 +7,6 @@ too, but only to matrices. So everything between two reshapes becomes a matrix
 result on it. In a packed graph the matrix has the rows of tokens alone, without padding.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ chain that matches its pattern to the last attribute, constant and mask, so that
 cpu-int8; every other chain stays. Weights keep their names and bytes: both variants share them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, permutations, repeat, zip_longest

@@ -9,8 +9,6 @@ tokens; for these the integers are cast to float32, which costs about as much as
 of the memory saves. Both ways are branches of an If, and the engine chooses one per step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 

@@ -7,8 +7,6 @@ Bias Correction, section 4.1, with the range of the integers as the target). Qua
 then is rounding alone.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Mapping

@@ -5,8 +5,6 @@ it computes: nothing is calibrated, no row depends on its neighbours, and sums o
 exact. Level 1, float32 arithmetic on the rounded weights, is a fifth as fast with one row.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -6,8 +6,6 @@ range is far wider than the others' are multiplied in float32 beside the integer
 the range of the others (Dettmers et al. 2022, LLM.int8(), there with ranges of the batch).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np

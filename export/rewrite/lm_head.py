@@ -4,8 +4,6 @@ Top-k runs on the device, so that few numbers are copied to the host. Screened a
 in `runtime.ort.screened_argmax`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 

@@ -4,8 +4,6 @@ The blocks have the layout of MatMulNBits (onnxruntime, ContribOperators.md), sy
 q of b bits stands for (q - 2^(b-1)) s. Where tokens are chosen, 8 bits stand for 4.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Each group of files takes the place of the reference's in a folder of links, whi
 its tokenizer, labels, pooling and generation settings must be the reference's.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence

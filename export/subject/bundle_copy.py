@@ -1,7 +1,5 @@
 """An editable copy of a bundle, for planting faults."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math

@@ -1,7 +1,5 @@
 """The side of torch: a folder that `import` reads, a checkpoint, or a named function."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Callable, Mapping

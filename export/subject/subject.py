@@ -1,7 +1,5 @@
 """A model under proof, of any kind: it opens, and copies itself for faults to be planted."""
 
-from __future__ import annotations
-
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence

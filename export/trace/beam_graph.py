@@ -5,8 +5,6 @@ log-probability, then the lower beam, then the lower token; hypotheses kept by
 `log_probability / length ** length_penalty`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """Edits of ONNX graphs that several rewrites share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -7,8 +7,6 @@ slot: the bias alone says which columns a beam descends from. Reordering beams m
 a column that no beam descends from is written again.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any

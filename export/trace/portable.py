@@ -6,8 +6,6 @@ decoder-only model. `select` gathers rows of the cache, so that the search can d
 on the device. An encoder-only model is one graph, which returns `Transformer.answers`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 

@@ -4,8 +4,6 @@ Any runtime answers with it in one call. A value that depends on weights, source
 computed once, before the Loop. It shares the weights of the portable graphs, in their file.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """The rules of a search in a graph: `runtime.decoding.logits_processors` as ONNX operators."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

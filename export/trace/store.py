@@ -4,8 +4,6 @@ Graphs of a folder share a weight, such as the embedding, by naming the same pla
 has no limit of 2 GB, unlike an ONNX file.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable
 from pathlib import Path

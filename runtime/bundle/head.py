@@ -1,7 +1,5 @@
 """The head of an encoder-only model: its task, labels and prompts."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal

@@ -1,7 +1,5 @@
 """Tensors, graphs, caches and variants of a bundle, as its manifest describes them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Fields of settings as options of a command, with their types and help."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence

@@ -3,8 +3,6 @@
 `--help` imports this module, so it imports nothing heavier than click at its top.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shlex

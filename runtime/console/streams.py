@@ -1,7 +1,5 @@
 """Standard streams that are closed, full, or a pipe whose reader has left."""
 
-from __future__ import annotations
-
 import errno
 import io
 import os

@@ -1,7 +1,5 @@
 """Batches of rows of similar length, within limits on rows and tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice

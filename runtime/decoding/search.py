@@ -5,8 +5,6 @@ Sentences are answered in batches, one batch after another; those that have ende
 A row's answer depends on that row alone: not on the other rows, their number or their order.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Generic, TypeAlias

@@ -5,8 +5,6 @@ product by itself. So the cache of a beginning has the same bytes whether it is 
 part of a prompt, and no answer depends on the beginnings of its neighbours.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

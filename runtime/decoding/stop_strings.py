@@ -1,7 +1,5 @@
 """Stop strings: text before which an answer ends."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 
 from transferry.runtime.errors import UsageError

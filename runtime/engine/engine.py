@@ -1,7 +1,5 @@
 """Text in, results out: everything that a bundle can do."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Texts in, answers out in the same order: a bundle, its models and the replicas that run them."""
 
-from __future__ import annotations
-
 import importlib.metadata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager

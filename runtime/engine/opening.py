@@ -1,7 +1,5 @@
 """How a bundle is opened: options of its sessions, devices, certificate."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import PurePosixPath

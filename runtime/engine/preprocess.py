@@ -4,8 +4,6 @@ A text that is too long is an error, or truncated, or split into pieces that are
 one.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ A process opens the bundle again and computes the batches that threads of this o
 worker is sent without engine, bundle and model; there it gets those that were opened there.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import multiprocessing

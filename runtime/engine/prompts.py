@@ -1,7 +1,5 @@
 """Inputs to generate from that are no plain text: chats, and token ids."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

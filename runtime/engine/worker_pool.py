@@ -1,7 +1,5 @@
 """A stream of rows, computed by several threads and returned in order; equal ones once."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections import OrderedDict, deque

@@ -5,8 +5,6 @@ ends in a line that names the file, the key, the expected and the found value. d
 lists the attacks.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

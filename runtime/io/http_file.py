@@ -1,7 +1,5 @@
 """Files of web servers, read as they stream in; what ends early or changes is an error."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import http.client

@@ -4,8 +4,6 @@ Each kind of output is recognised where it is written; every command asks these 
 works.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import stat

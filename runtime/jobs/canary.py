@@ -6,8 +6,6 @@ onnxruntime's optimiser off, which is slow and as near to the graph as onnxrunti
 of transferry-kernels are compared with themselves.
 """
 
-from __future__ import annotations
-
 from itertools import count
 from typing import Any
 

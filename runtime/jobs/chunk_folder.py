@@ -1,7 +1,5 @@
 """The folder of a job whose chunks several processes finish, in any order."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Iterator

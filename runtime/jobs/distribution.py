@@ -1,7 +1,5 @@
 """Distribution of a job's chunks among workers that come and go."""
 
-from __future__ import annotations
-
 import json
 import socket
 import time

@@ -1,7 +1,5 @@
 """A job: one task over every row of a file, written in order to another, resumable at any point."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import time

@@ -1,7 +1,5 @@
 """Settings of a job: frozen descriptions, checked on construction."""
 
-from __future__ import annotations
-
 import codecs
 import os
 import re

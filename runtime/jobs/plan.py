@@ -1,7 +1,5 @@
 """Who computes what of a job: one process, a partition of its rows, workers their chunks."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import Counter, deque

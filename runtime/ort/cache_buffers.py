@@ -1,7 +1,5 @@
 """Device buffers of a KV cache that is updated in place, and the graphs that move their content."""
 
-from __future__ import annotations
-
 import math
 import threading
 from collections import OrderedDict

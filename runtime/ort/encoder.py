@@ -1,7 +1,5 @@
 """The graph of an encoder-only bundle: token ids in, hidden states, head and logits out."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 

@@ -5,8 +5,6 @@ from protobuf's wire format (https://protobuf.dev/programming-guides/encoding/),
 numbers of onnx.proto.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import TypeAlias

@@ -7,8 +7,6 @@ too short. A recurrent decoder has a state for each beam instead, and a search's
 the array of the states that the beams continue.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any

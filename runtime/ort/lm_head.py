@@ -1,7 +1,5 @@
 """The LM head of a fused variant: logits, top k and log-sum-exp of the decoder's hidden states."""
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Mapping

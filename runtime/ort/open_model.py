@@ -1,7 +1,5 @@
 """Opens a variant of a bundle, by its architecture and its cache."""
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 
 from transferry.runtime.bundle.bundle import Bundle

@@ -4,8 +4,6 @@ It stands in for `GraphRunner`: decoder and encoder are the same with either run
 results are computed into buffers that the next step reads, so that the cache is not copied.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Mapping, Sequence

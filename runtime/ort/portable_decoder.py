@@ -1,7 +1,5 @@
 """A decoder over the portable graphs, whose KV cache grows with every step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any

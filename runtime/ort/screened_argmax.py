@@ -10,8 +10,6 @@ argmax. Most rows keep one token and need no product at all; the others get exac
 few tokens.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -4,8 +4,6 @@ The site is the package of `js/`, the page of `js/page`, onnxruntime-web, and th
 variant with standard operators. It asks no other host for anything.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

@@ -1,7 +1,5 @@
 """The rules of a search on the logits of a given answer, and how near another token was drawn."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any

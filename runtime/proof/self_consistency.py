@@ -5,8 +5,6 @@ all logits, and sentences that leave move the cache. A fault there changes few a
 escape a comparison of answers.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import cycle, islice

@@ -1,7 +1,5 @@
 """Views of a report: text for people, the verdict first and the next command last; JUnit for CI."""
 
-from __future__ import annotations
-
 import math
 import re
 import shlex

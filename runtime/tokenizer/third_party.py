@@ -4,8 +4,6 @@ Their files are kept unchanged and read by the library that wrote them. The libr
 imported when a tokenizer is opened.
 """
 
-from __future__ import annotations
-
 import re
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence

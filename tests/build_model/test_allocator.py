@@ -1,7 +1,5 @@
 """Memory that glibc keeps for the next allocation, or returns to the system."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """Jobs over chats and token ids."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

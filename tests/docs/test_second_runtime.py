@@ -1,7 +1,5 @@
 """The runtime of docs/examples, written from docs/portability.md alone: answers as the engine's."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

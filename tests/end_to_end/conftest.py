@@ -1,7 +1,5 @@
 """Folders of models, and the bundles that import and export make of them, each made once."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

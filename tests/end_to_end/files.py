@@ -1,7 +1,5 @@
 """Rows in files of each format, written and read without a line of the product."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import json

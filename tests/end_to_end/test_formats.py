@@ -5,8 +5,6 @@ format, and neither is written or read by the product. With FUZZ=long every inpu
 output format.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterator

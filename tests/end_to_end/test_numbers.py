@@ -1,7 +1,5 @@
 """Numbers in files of a job: those that were computed, for every task and format."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math

@@ -1,7 +1,5 @@
 """Requests of the OpenAI Batch API: responses that the openai package reads, answer by answer."""
 
-from __future__ import annotations
-
 import base64
 import csv
 import json

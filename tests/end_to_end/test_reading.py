@@ -3,8 +3,6 @@
 Every file is written without the product, by csv, json, pandas, pyarrow, gzip and their like.
 """
 
-from __future__ import annotations
-
 import bz2
 import csv
 import gzip

@@ -1,7 +1,5 @@
 """The same answers by another way: transformers' own classes in float64, a text at a time."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Graphs of other tools beside torch: sound ones pass, and each check finds its fault."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

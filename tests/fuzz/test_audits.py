@@ -1,7 +1,5 @@
 """Graphs of any inputs and outputs, beside any reference: an audit refuses them or fails them."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from pathlib import Path

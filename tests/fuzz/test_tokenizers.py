@@ -1,7 +1,5 @@
 """Any tokenizer.json that the library can write: ids and texts of AutoTokenizer, or a refusal."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable

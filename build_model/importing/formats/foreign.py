@@ -1,7 +1,5 @@
 """Folders and files of other tools: what they hold, and the command or source that helps."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from fnmatch import fnmatch

@@ -5,8 +5,6 @@ With use_dora m * V / ||V|| for V = W + scale * B A, with the norm of each outpu
 eq. 5). Computed in float32, in the order of PEFT's merge_and_unload.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

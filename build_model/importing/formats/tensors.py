@@ -8,8 +8,6 @@ of a JSON header in 8 bytes, the header, and the numbers. It is known from the s
 each tensor has its place before any is read.
 """
 
-from __future__ import annotations
-
 import json
 import pickle
 import re

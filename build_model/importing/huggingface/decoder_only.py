@@ -1,7 +1,5 @@
 """Decoder-only model types of transformers."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Encoder-decoder model types of transformers."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any

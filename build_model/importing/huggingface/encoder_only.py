@@ -1,7 +1,5 @@
 """Encoder-only model types of transformers."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping

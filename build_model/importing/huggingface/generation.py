@@ -4,8 +4,6 @@ Every key of transformers' GenerationConfig is treated here: it becomes a field 
 GenerationOptions, changes no token, or is left out and reported with its value.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any

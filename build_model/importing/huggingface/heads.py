@@ -1,7 +1,5 @@
 """Purposes of model classes: heads of classification, and decoders that only read."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Callable, Mapping

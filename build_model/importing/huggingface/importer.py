@@ -1,7 +1,5 @@
 """Import of a pretrained model as a checkpoint, which appears whole or not at all."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

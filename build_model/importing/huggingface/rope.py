@@ -1,7 +1,5 @@
 """Rotary positions of config.json: the rates that its scaling gives."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping

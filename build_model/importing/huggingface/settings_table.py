@@ -6,8 +6,6 @@ setting that nobody here knows may change answers. Files are known by name; MODU
 config.json of a module of sentence-transformers.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any

@@ -4,8 +4,6 @@ In a table "#" stands for a layer's number and "*" for weight or bias. A value i
 tensor, a `Move` if the tensor changes, or `NoPlace` if our model has no such tensor.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -4,8 +4,6 @@ Everything but the numbers is checked before any of them is read, and then one t
 goes from file to file.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field

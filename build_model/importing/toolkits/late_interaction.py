@@ -4,8 +4,6 @@ PyLate saves a folder of sentence-transformers with Dense modules of its own; Co
 linear layer beside the tensors of BERT, and its settings in artifact.metadata.
 """
 
-from __future__ import annotations
-
 import json
 import string
 from collections.abc import Mapping

@@ -5,8 +5,6 @@ begins with a zero vector in place of a token's embedding; here that is one more
 vocabulary, which no search may choose.
 """
 
-from __future__ import annotations
-
 import json
 import zipfile
 from collections.abc import Iterator, Mapping

@@ -4,8 +4,6 @@ As LogitScore of sentence-transformers: the logit of one token, such as "yes", l
 at the last position of a chat template that holds both texts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any, Literal

@@ -5,8 +5,6 @@ Normalize. They become the head of the model. A cross-encoder is a Transformer a
 head of its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Disentangled attention, and the convolution beside the first layer, of DeBERTa."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Biases of relative distances, and the scaled output, of T5 and MPNet."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Embeddings that are narrower than the model, and encoders with embeddings of their own."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from typing import Any, Self

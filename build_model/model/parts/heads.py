@@ -1,7 +1,5 @@
 """Heads of encoder-only models: pooling and linear layers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal

@@ -1,7 +1,5 @@
 """Segments of a pair of texts, and positions that leave padding tokens out."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Any
 

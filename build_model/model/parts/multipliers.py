@@ -1,7 +1,5 @@
 """Multipliers of embeddings, sublayers and logits (Yang et al. 2022, Tensor Programs V)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """A second stack that reads the same text, as the classifiers of BART have it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rotary positions with frequencies of their own, and layers that do not turn."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Any
 

@@ -1,7 +1,5 @@
 """Norms of queries and keys, and soft caps of scores and logits."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """Widths, biases, divisors and norms that differ from the paper's."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Any
 

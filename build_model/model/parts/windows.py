@@ -1,7 +1,5 @@
 """Attention windows, by layer, and encoders whose tokens see no later ones."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import Any

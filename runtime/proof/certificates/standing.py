@@ -1,7 +1,5 @@
 """Whether a bundle's certificates cover a session, and the variant that is served by default."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Literal
 

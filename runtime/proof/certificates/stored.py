@@ -1,7 +1,5 @@
 """The certificates in a bundle: reading, listing and issuing them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any

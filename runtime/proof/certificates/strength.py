@@ -1,7 +1,5 @@
 """Strength of a verification. Imports nothing heavy: `--help` lists the strengths."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Literal
 

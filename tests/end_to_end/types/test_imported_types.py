@@ -5,8 +5,6 @@ are read as text and as tokens. FUZZ=long exports and runs every type, in six mi
 encoder and a decoder, and the token ids of all types are compared.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Sequence

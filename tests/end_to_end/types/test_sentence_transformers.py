@@ -1,7 +1,5 @@
 """Vectors and scores in a file beside SentenceTransformer.encode and CrossEncoder.predict."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Weights of other tools' graphs beside the reference's: rounded ones pass, changed ones do not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Quantised graphs without rounding: honest ones are torch's, a fault within the rounding shows."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Graphs with the names that optimum gives, made of our own bundles."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Audit of the files beside graphs: as transformers writes them they pass, each fault is found."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

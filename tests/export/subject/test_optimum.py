@@ -1,7 +1,5 @@
 """Graphs that optimum exports now, where it is installed."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The search gives the tokens of transformers' `generate` on the same logits, option by option."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace

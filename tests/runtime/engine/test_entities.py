@@ -1,7 +1,5 @@
 """Entities are those of transformers' token-classification pipeline."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Options by name, suppressed text and stop strings, through an engine and a job."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

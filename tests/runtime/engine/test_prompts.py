@@ -1,7 +1,5 @@
 """Chats and token ids are answered as any text of the same ids is."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path

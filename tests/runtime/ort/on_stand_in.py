@@ -3,8 +3,6 @@
 LD_LIBRARY_PATH=STAND_IN python -m tests.runtime.ort.on_stand_in STAND_IN BUNDLE [BUNDLE ...]
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json

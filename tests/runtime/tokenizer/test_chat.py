@@ -1,7 +1,5 @@
 """Chat templates render messages within limits, and keep apart who wrote a special token."""
 
-from __future__ import annotations
-
 import importlib.metadata
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Llama and its kin, with RMSNorm or LayerNorm: settings, windows, tensors; rotary positions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

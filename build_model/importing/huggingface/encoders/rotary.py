@@ -1,7 +1,5 @@
 """Encoder-only model types with rotary positions and gated feed-forward sublayers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

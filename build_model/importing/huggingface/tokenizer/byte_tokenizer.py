@@ -1,7 +1,5 @@
 """Tokenizers of bytes: ByT5's, and byte-level BPE as ranks of tiktoken."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Chat templates of folders of Hugging Face, and the special tokens that they write."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import jinja2

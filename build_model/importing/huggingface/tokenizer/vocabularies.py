@@ -1,7 +1,5 @@
 """Tokenizers of checkpoints: GPT-2's as tiktoken ranks, others as the files of their library."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -1,7 +1,5 @@
 """A merged adapter is the formula's, and PEFT's own merge number by number."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import math

@@ -1,7 +1,5 @@
 """Weights of every format are the same numbers, and nothing of a file is run."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import re

@@ -1,7 +1,5 @@
 """Small checkpoints of four types, made once, and copies to change."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Drawn configurations of every model type, transformers' model and ours."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

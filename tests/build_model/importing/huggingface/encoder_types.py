@@ -1,7 +1,5 @@
 """Drawn configurations of the encoder-only model types."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

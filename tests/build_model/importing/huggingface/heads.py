@@ -1,7 +1,5 @@
 """Folders with heads, and transformers' own classes beside them."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

@@ -1,7 +1,5 @@
 """Small checkpoints of four types, as save_pretrained writes them."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

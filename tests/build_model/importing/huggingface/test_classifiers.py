@@ -1,7 +1,5 @@
 """Classifiers give the scores of transformers' own classes."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

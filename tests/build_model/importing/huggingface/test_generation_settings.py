@@ -1,7 +1,5 @@
 """Every search setting of a checkpoint becomes a default of the bundle, or is reported."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

@@ -1,7 +1,5 @@
 """Imported models answer as transformers does; nothing is half-written."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

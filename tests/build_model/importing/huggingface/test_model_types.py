@@ -3,8 +3,6 @@
 Configurations are drawn: one of each in `make test`, two in `make test-all`, more with EXAMPLES=….
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Callable, Sequence

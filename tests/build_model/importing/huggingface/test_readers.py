@@ -1,7 +1,5 @@
 """Decoders without logits give the scores and hidden states of transformers' own classes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

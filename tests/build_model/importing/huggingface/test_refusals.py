@@ -1,7 +1,5 @@
 """Folders that cannot be imported are refused by name."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

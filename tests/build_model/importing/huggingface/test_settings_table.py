@@ -1,7 +1,5 @@
 """Each setting of each model type, away from its default: carried, without effect, or refused."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

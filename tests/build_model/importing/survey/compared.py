@@ -1,7 +1,5 @@
 """An imported checkpoint beside transformers' model of the same folder, in float64."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,8 +5,6 @@ and files of weights, further tensors, keys of config.json, missing files. What 
 from the aged folder is the reference.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import re

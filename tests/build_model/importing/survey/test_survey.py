@@ -4,8 +4,6 @@ FUZZ=long takes every class of every type, EXAMPLES of each; otherwise a few. Bu
 answer in tests/end_to_end/types, bundles with heads in test_classifiers.py.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Folders of PyLate and ColBERT give a vector for each token."""
 
-from __future__ import annotations
-
 import json
 import string
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Models of Marian give the numbers of its formulas, computed by numpy in float64."""
 
-from __future__ import annotations
-
 import datetime
 import io
 import json

@@ -1,7 +1,5 @@
 """Rerankers that are causal language models give the scores of transformers' logits."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

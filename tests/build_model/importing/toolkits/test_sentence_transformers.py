@@ -1,7 +1,5 @@
 """Folders of sentence-transformers give its vectors."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Sparse encoders of sentence-transformers (SPLADE) give its weights."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Extractive question answering gives the answers of transformers' pipeline."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace

@@ -5,8 +5,6 @@ with the equivalent settings of its own is the reference. NTK scaling (kexue.fm/
 no name in transformers: the base times s, and rates divided by s^(2 / width), which is "linear".
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Chat templates of imported folders give the ids of AutoTokenizer.apply_chat_template."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Languages of a source and of its answer, by name: ids and tokens are those of transformers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """MarianMT with a vocabulary of its own for each side: ids, texts and answers of transformers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ As in test_tokenizers.py, whatever AutoTokenizer makes of a folder is the refere
 the tokenizer.json that its class wrote, altered, or a SentencePiece model alone.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import sys

@@ -1,7 +1,5 @@
 """Text becomes the ids of transformers' own classes, and they become its text."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

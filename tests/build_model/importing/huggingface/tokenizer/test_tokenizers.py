@@ -3,8 +3,6 @@
 Folders are drawn: four of each model type in `make test`, as many as wanted with EXAMPLES=….
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random
