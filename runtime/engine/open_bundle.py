@@ -3,7 +3,7 @@
 import importlib.metadata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from operator import length_hint
 from pathlib import Path
@@ -17,6 +17,7 @@ from transferry.runtime.decoding.generation_options import (
     suppressing,
 )
 from transferry.runtime.engine.opening import (
+    Opening,
     check_replicas,
     covered,
     devices_of,
@@ -44,10 +45,10 @@ from transferry.runtime.engine.worker_pool import (
     batch_worker,
     in_order,
 )
-from transferry.runtime.errors import InputError, Option, UsageError
+from transferry.runtime.errors import Option, UsageError
 from transferry.runtime.hardware import usable_cores
 from transferry.runtime.ort.encoder import EncoderModel
-from transferry.runtime.ort.open_model import ServedDecoder, ServedModel, open_model
+from transferry.runtime.ort.open_model import ServedDecoder, ServedModel
 from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.proof.certificates.certificate import Certificate
 from transferry.runtime.proof.certificates.signature import Trust
@@ -194,7 +195,7 @@ class OpenBundle:
         if len(shares) > 1:
             reads_special = special_tokens == "as-tokens"
             around = (bundle.folder, bundle.sha256, chosen.name, devices[0], reads_special)
-            others = Processes(Opening(*around), shares[1:])
+            others = Processes(Opening(OpenBundle, *around), shares[1:])
         models, citations, required = zip(
             *(open_certified(bundle, chosen, each, strength, trusted, prove) for each in devices),
             strict=True,
@@ -455,35 +456,3 @@ def _require_type(name: str, value: object, kind: Any) -> None:
 
 def _nothing(ahead: int) -> None:
     """Tells nobody."""
-
-
-@dataclass(frozen=True)
-class Opening:
-    """How another process opens the bundle.
-
-    Attributes:
-        folder: The bundle.
-        sha256: Of its manifest, hence of all its files.
-        variant: Name of the variant.
-        options: Threads per replica, and how onnxruntime runs the graphs.
-        reads_special: Whether the tokenizer reads special tokens in texts.
-    """
-
-    folder: Path
-    sha256: str
-    variant: str
-    options: SessionOptions
-    reads_special: bool
-
-    def __call__(self) -> Parts:
-        """Opens the bundle; raises InputError if it is another one by now."""
-        bundle = Bundle.load(self.folder)
-        if bundle.sha256 != self.sha256:
-            raise InputError(
-                f"{self.folder}: another bundle came into this folder while it was opened; open it "
-                "again"
-            )
-        if self.reads_special:
-            bundle.tokenizer.read_special_tokens()
-        model = open_model(bundle, bundle.variant(self.variant), self.options)
-        return OpenBundle(bundle, model).parts()

@@ -1,14 +1,15 @@
 """How a bundle is opened: options of its sessions, devices, certificate."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from pathlib import PurePosixPath
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
 from typing import Any, get_args
 
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.specs import Variant
 from transferry.runtime.decoding.batching import BatchOptions
-from transferry.runtime.errors import Option, ParityError, UsageError, require
+from transferry.runtime.engine.processes import Parts
+from transferry.runtime.errors import InputError, Option, ParityError, UsageError, require
 from transferry.runtime.ort.open_model import ServedModel, open_model
 from transferry.runtime.ort.session import Few, Provider, SessionOptions
 from transferry.runtime.proof.certificates.certificate import Certificate
@@ -127,3 +128,38 @@ def covered(
         )
     batches = batches or default
     return replace(batches, rows=min(batches.rows, most))
+
+
+@dataclass(frozen=True)
+class Opening:
+    """How another process opens the bundle.
+
+    Attributes:
+        engine: Combines a bundle with a model, as `OpenBundle` does.
+        folder: The bundle.
+        sha256: Of its manifest, hence of all its files.
+        variant: Name of the variant.
+        options: Threads per replica, and how onnxruntime runs the graphs.
+        reads_special: Whether the tokenizer reads special tokens in texts.
+    """
+
+    engine: Callable[[Bundle, ServedModel], Any]
+    folder: Path
+    sha256: str
+    variant: str
+    options: SessionOptions
+    reads_special: bool
+
+    def __call__(self) -> Parts:
+        """Opens the bundle; raises InputError if it is another one by now."""
+        bundle = Bundle.load(self.folder)
+        if bundle.sha256 != self.sha256:
+            raise InputError(
+                f"{self.folder}: another bundle came into this folder while it was opened; open it "
+                "again"
+            )
+        if self.reads_special:
+            bundle.tokenizer.read_special_tokens()
+        model = open_model(bundle, bundle.variant(self.variant), self.options)
+        parts: Parts = self.engine(bundle, model).parts()
+        return parts

@@ -68,7 +68,6 @@ class Way(ABC):
             raise Refused(f"{len(ids)} tokens")
 
 
-@dataclass(frozen=True)
 class Translate(Way):
     """An encoder-decoder."""
 
@@ -111,7 +110,6 @@ class Translate(Way):
         return {"text": record["text"], **scored}
 
 
-@dataclass(frozen=True)
 class Score(Way):
     """A decoder, whose texts get the log-probability of each token."""
 
@@ -143,7 +141,6 @@ class Score(Way):
         }
 
 
-@dataclass(frozen=True)
 class Encode(Way):
     """An encoder, by the class of its head."""
 
@@ -164,7 +161,6 @@ class Encode(Way):
             return ids, model(**read)
 
 
-@dataclass(frozen=True)
 class Embed(Encode):
     """Mean-pooled, normalised vectors."""
 
@@ -182,7 +178,6 @@ class Embed(Encode):
         return {"vector": list(record["vector"])}
 
 
-@dataclass(frozen=True)
 class Classify(Encode):
     """Three labels that exclude each other."""
 
@@ -212,7 +207,6 @@ class Classify(Encode):
         return {"label": record["label"], "numbers": [scores[name] for name in self.LABELS]}
 
 
-@dataclass(frozen=True)
 class Rank(Classify):
     """A cross-encoder: here the second text is always the same."""
 
@@ -236,7 +230,6 @@ class Rank(Classify):
         return {"score": number(record["score"])}
 
 
-@dataclass(frozen=True)
 class Tag(Encode):
     """Labels of tokens."""
 
@@ -267,7 +260,6 @@ class Tag(Encode):
         }
 
 
-@dataclass(frozen=True)
 class FillMask(Encode):
     """The likeliest tokens for a mask behind the text."""
 

@@ -14,8 +14,7 @@ import pytest
 from tests.commands import PATIENCE
 from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.engine.engine import Engine
-from transferry.runtime.engine.open_bundle import Opening
-from transferry.runtime.engine.opening import shares_of, weights_of
+from transferry.runtime.engine.opening import Opening, shares_of, weights_of
 from transferry.runtime.engine.preprocess import WorkItem
 from transferry.runtime.engine.processes import Processes, _computed
 from transferry.runtime.errors import AllocationError, InputError, Option, UsageError
@@ -104,7 +103,7 @@ def test_a_process_that_ends_is_an_error(bundle_folder: Path, texts: list[str]) 
 
 def test_a_bundle_that_is_replaced_while_it_is_opened_is_refused(engine: Engine) -> None:
     folder, options = engine.bundle.folder, SessionOptions()
-    opening = Opening(folder, "another", engine.model.variant.name, options, False)
+    opening = Opening(Engine, folder, "another", engine.model.variant.name, options, False)
     with pytest.raises(InputError, match="another bundle came into this folder"):
         Processes(opening, [1]).wait()
 
