@@ -18,7 +18,7 @@ from transferry.build_model.model.transformer import Transformer
 from transferry.build_model.own.model import OwnModel
 from transferry.export.arithmetic import KEPT
 from transferry.export.blame.cross_check import ReferenceBackend, plain_model
-from transferry.export.bundle_folder import require_replaceable
+from transferry.export.bundle_folder import foreign_bundle
 from transferry.export.checks.claims import default_generation
 from transferry.export.checks.numbers import compare_cases
 from transferry.export.make import add_one_graph, describe, make
@@ -38,6 +38,7 @@ from transferry.runtime.bundle.specs import PORTABLE, REFERENCE, Variant
 from transferry.runtime.errors import LOG, ParityError
 from transferry.runtime.io.atomic import atomic_file
 from transferry.runtime.io.folders import replace_folder, staged_folder
+from transferry.runtime.io.outputs import require_new
 from transferry.runtime.io.sealed_folder import records
 from transferry.runtime.ort.cuda import cuda_obstacle
 from transferry.runtime.ort.open_model import open_model
@@ -240,7 +241,7 @@ def export_bundle(
         InputError: The folder cannot be written.
         ParityError: The graphs are invalid or differ from torch; `out` is untouched.
     """
-    require_replaceable(out, force=force)
+    require_new(out, foreign_bundle, force=force)
     config, generation = checkpoint.model.config, default_generation(checkpoint)
     if contents.one_graph:
         require_one_graph(config.architecture, generation, contents.one_graph)
@@ -265,7 +266,7 @@ def export_bundle(
         # Last, so that an unverified bundle can never be loaded.
         with atomic_file(folder / MANIFEST) as file:
             file.write(bundle.manifest.to_json().encode())
-        require_replaceable(out, force=force)  # again, minutes later
+        require_new(out, foreign_bundle, force=force)  # again, minutes later
         replace_folder(folder, out)
     return Bundle.load(out)
 

@@ -5,17 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from transferry.runtime.bundle.manifest import MANIFEST
-from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.errors import InputError
 from transferry.runtime.io.documents import read_document
-from transferry.runtime.io.outputs import foreign_member, require_own
+from transferry.runtime.io.outputs import foreign_member
 from transferry.runtime.proof.certificates.envelope import FOLDER
-
-
-def require_replaceable(out: Path, *, force: bool) -> None:
-    """Raises UsageError for a folder that exists, with `force` for one that is no bundle."""
-    if out.exists() and not force:
-        raise UsageError(f"{out} exists already; add --force to replace it, or name another folder")
-    require_own(out, foreign_bundle)
 
 
 def foreign_bundle(folder: Path) -> str:

@@ -89,10 +89,11 @@ def export(
     and exits with 4.
     """
     from transferry.build_model.checkpoint_folder import is_pretrained
-    from transferry.export.bundle_folder import require_replaceable
+    from transferry.export.bundle_folder import foreign_bundle
     from transferry.export.recipes import recipe_of
     from transferry.runtime.io.folders import names_function
     from transferry.runtime.io.lines import some_lines
+    from transferry.runtime.io.outputs import require_new
 
     own = names_function(str(checkpoint))
     if own and "variants" not in explicit(click.get_current_context()):
@@ -100,7 +101,7 @@ def export(
     recipes = [recipe_of(name, calibrated=calibrate is not None) for name in variants]
     if calibrate and not any(recipe.precision.calibrated for recipe in recipes):
         raise UsageError("--calibrate has no effect without --variant cpu-int8; add it")
-    require_replaceable(out, force=force)
+    require_new(out, foreign_bundle, force=force)
     imports = is_pretrained(checkpoint)
     texts = some_lines(text) if text else None
     typical = some_lines(calibrate) if calibrate else []

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 from collections.abc import Callable
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -101,21 +103,14 @@ def _drop(copy: BundleCopy, suffix: str) -> str | None:
     return f"{name} is zero"
 
 
-@FAULTS.kind("a bias dropped", lambda config: config.bias)
-def _bias_dropped(copy: BundleCopy) -> str | None:
-    return _drop(copy, "feed_forward.inner.bias")
-
-
-@FAULTS.kind("the bias of the keys dropped", lambda config: config.bias)
-def _key_bias_dropped(copy: BundleCopy) -> str | None:
+for _bias, _name, _field in (
+    ("a bias", "feed_forward.inner.bias", "bias"),
     # softmax(q (k + b)) = softmax(q k + q b) adds the same to every score: without rotation an
     # answer does not depend on this bias, but a decoder's cache holds it.
-    return _drop(copy, "self_attention.key.bias")
-
-
-@FAULTS.kind("the bias of the output dropped", lambda config: config.output_bias)
-def _output_bias_dropped(copy: BundleCopy) -> str | None:
-    return _drop(copy, "output_bias")
+    ("the bias of the keys", "self_attention.key.bias", "bias"),
+    ("the bias of the output", "output_bias", "output_bias"),
+):
+    FAULTS.kind(f"{_bias} dropped", attrgetter(_field))(partial(_drop, suffix=_name))
 
 
 @FAULTS.kind("a square weight transposed", lambda config: config.d_model > 1)

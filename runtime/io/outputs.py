@@ -62,6 +62,13 @@ def require_own(path: Path, foreign: Callable[[Path], str]) -> None:
         raise UsageError(f"{path} {fault}, so it is not replaced; name another, or move it away")
 
 
+def require_new(out: Path, foreign: Callable[[Path], str], *, force: bool) -> None:
+    """Raises UsageError for a folder that exists, with `force` as `require_own`."""
+    if out.exists() and not force:
+        raise UsageError(f"{out} exists already; add --force to replace it, or name another folder")
+    require_own(out, foreign)
+
+
 def foreign_file(path: Path, mark: bytes, what: str) -> str:
     """Defect of a file that should begin with the mark of a command; "" without one."""
     return "" if mark in _head(path) else f"is not {what}"

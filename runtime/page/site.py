@@ -19,7 +19,7 @@ from transferry.runtime.engine.tasks.table import TASKS
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.io.documents import read_document
 from transferry.runtime.io.folders import replace_folder, staged_folder
-from transferry.runtime.io.outputs import foreign_member, require_apart, require_own
+from transferry.runtime.io.outputs import foreign_member, require_apart, require_new
 from transferry.runtime.proof.certificates.stored import certificates
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "js"
@@ -81,7 +81,7 @@ def write_site(
         UsageError: `out` exists, onnxruntime-web is not found, or the bundle has no such variant.
         InputError: The bundle is damaged, or the site cannot be written.
     """
-    require_new(out, force=force)
+    require_new(out, foreign_site, force=force)
     require_apart([out], [bundle_folder])
     dist = find_runtime(runtime, (*WASM, *(WEBGPU if webgpu else ())))
     bundle = Bundle.load(bundle_folder)
@@ -109,7 +109,7 @@ def write_site(
         (folder / SETTINGS).write_text(f"{text}\n", encoding="utf-8")
         _list_files(folder)
         sizes = {name: path.stat().st_size for name, path in _contents(folder)}
-        require_new(out, force=force)  # again, after the copies
+        require_new(out, foreign_site, force=force)  # again, after the copies
         replace_folder(folder, out)
     return Site(sizes, standing)
 
@@ -118,13 +118,6 @@ def package_scripts() -> list[Path]:
     """Returns the modules of the package in js/ that browsers load."""
     rooms = (path for room in ROOMS for path in (SCRIPTS / room).rglob("*.js"))
     return sorted({*SCRIPTS.glob("*.js"), *rooms} - {SCRIPTS / "node.js"})
-
-
-def require_new(out: Path, *, force: bool) -> None:
-    """Raises UsageError for a folder that exists, with `force` for a folder that is no site."""
-    if out.exists() and not force:
-        raise UsageError(f"{out} exists already; add --force to replace it, or name another folder")
-    require_own(out, foreign_site)
 
 
 def foreign_site(folder: Path) -> str:
