@@ -131,8 +131,9 @@ class _Replica:
         except (EOFError, OSError) as error:
             self.process.join(_ENDING_SECONDS)
             raise InputError(
-                f"a process of replicas ended (exit code {self.process.exitcode}; -9 is the "
-                "system's answer to too little memory); run fewer, or make batches smaller"
+                f"a process of replicas ended (exit code {self.process.exitcode}; -9 is "
+                "the system's answer to too little memory); run fewer processes, or make batches "
+                "smaller"
             ) from error
         if isinstance(found, BaseException):
             raise found

@@ -56,7 +56,10 @@ def json_value(value: Any) -> Any:
     if not value.is_valid:
         return None
     if types.is_struct(kind):
-        return {name: json_value(field) for name, field in value.items()}
+        fields = [(name, json_value(field)) for name, field in value.items()]
+        named = dict(fields)
+        twice = len(named) < len(fields)  # the entries of a map have the same form
+        return [{"key": name, "value": field} for name, field in fields] if twice else named
     if (extension := getattr(kind, "extension_name", "")) in ("arrow.uuid", "arrow.bool8"):
         return str(value.as_py()) if extension == "arrow.uuid" else value.as_py()
     if isinstance(inner := getattr(value, "value", None), pyarrow.Scalar):

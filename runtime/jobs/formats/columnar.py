@@ -179,22 +179,44 @@ class ArrowReader(ColumnarReader):
 
 def _placed(batch: Any) -> Iterator[tuple[Fields | RowError, bytes, tuple[Any, int]]]:
     """Yields fields of each row, bytes that distinguish it, and batch and place to repeat it."""
-    import pyarrow
-
     try:
         batch.validate(full=True)
-    except ValueError as error:
-        if batch.num_rows > 1:
-            for place in range(batch.num_rows):
-                # A copy has no other row's values; `take` has no views.
-                alone = pyarrow.Table.from_batches([batch.slice(place, 1), batch.slice(0, 0)])
-                yield from _placed(alone.combine_chunks().to_batches()[0])
-        else:
-            told = RowError("undecodable", str(error))
-            yield told, batch.serialize().to_pybytes(), (_emptied(batch), 0)
+    except ValueError:
+        for row in (_alone(batch, place) for place in range(batch.num_rows)):
+            try:
+                row.validate(full=True)
+            except ValueError as error:
+                told = RowError("undecodable", str(error))
+                yield told, row.serialize().to_pybytes(), (_emptied(row), 0)
+            else:
+                yield from ((*each, (row, 0)) for each in _fields(row))
         return
     for place, (fields, raw) in enumerate(_fields(batch)):
         yield fields, raw, (batch, place)
+
+
+def _alone(batch: Any, place: int) -> Any:
+    """Returns a copy of a row without the values of other rows, which may be the damaged ones.
+
+    Dictionaries within lists and structs keep the values of all rows.
+    """
+    import pyarrow
+
+    def copied(values: Any, place: int) -> Any:  # `take` has no views
+        return pyarrow.chunked_array([values.slice(place, 1), values.slice(0, 0)]).combine_chunks()
+
+    cells = []
+    for column in batch.columns:
+        cell = copied(column, place)
+        if isinstance(cell, pyarrow.DictionaryArray):
+            held, (index,) = cell.dictionary, cell.indices.to_pylist()
+            if index is None or 0 <= index < len(held):
+                value = copied(held, index or 0) if len(held) else held
+                first = pyarrow.array([index if index is None else 0], cell.indices.type)
+                kept = {"ordered": cell.type.ordered, "safe": False}
+                cell = pyarrow.DictionaryArray.from_arrays(first, value, **kept)
+        cells.append(cell)
+    return pyarrow.record_batch(cells, batch.schema)
 
 
 def _emptied(row: Any) -> Any:
@@ -365,6 +387,8 @@ def _cast(array: Any, kind: Any) -> Any:
 
     if not _is_akin(array.type, kind):
         raise pyarrow.ArrowInvalid("values would mean something else")
+    if pyarrow.types.is_dictionary(array.type):  # to which not all types are cast back
+        array = array.dictionary_decode()
     found = again = array.cast(kind)
     with suppress(pyarrow.ArrowNotImplementedError):  # to a list of nothing
         again = found.cast(array.type)
@@ -380,6 +404,21 @@ _KIN = re.compile(
     "|(duration)|(struct)|(map)"
 )
 _NUMBER, _TEXT = 1, 2
+
+
+def is_kept(kind: Any, stored: Any, *, nested: bool = False) -> bool:
+    """Whether Arrow 26 writes a type to Parquet, and reads the same values as the type `stored`."""
+    import pyarrow
+
+    kind, stored = (getattr(each, "storage_type", each) for each in (kind, stored))
+    if kind != stored:  # views of lists cannot be cast, and dictionaries in lists not back
+        views = "list_view" in str(kind).partition("<")[0]
+        if views or (nested and pyarrow.types.is_dictionary(kind)) or not _is_akin(kind, stored):
+            return False
+    if getattr(kind, "list_size", 1) == 0:  # no more than one of them is read
+        return False
+    pairs = [(kind.field(place), stored.field(place)) for place in range(kind.num_fields)]
+    return all(is_kept(given.type, found.type, nested=True) for given, found in pairs)
 
 
 def _is_akin(given: Any, wanted: Any) -> bool:

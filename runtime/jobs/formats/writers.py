@@ -22,6 +22,7 @@ from transferry.runtime.io.lines import Compression, packed, read_blocks
 from transferry.runtime.jobs.formats.cells import as_text, cell_text, json_value
 from transferry.runtime.jobs.formats.columnar import (
     import_pyarrow,
+    is_kept,
     opened_parquet,
     row_groups,
     with_numbers,
@@ -462,7 +463,11 @@ def _schema(rows: Layout, columns: OutputColumns, width: int) -> Any:
     file = io.BytesIO()
     with _held(pyarrow.ArrowException, OSError):
         pyarrow.parquet.ParquetWriter(file, wanted).close()
-    return pyarrow.parquet.ParquetFile(io.BytesIO(file.getvalue())).schema_arrow
+        found = pyarrow.parquet.ParquetFile(io.BytesIO(file.getvalue())).schema_arrow
+        for given, stored in zip(wanted, found, strict=True):
+            if not is_kept(given.type, stored.type):
+                raise pyarrow.ArrowNotImplementedError(f"{given.name} is {given.type}")
+    return found
 
 
 @contextmanager

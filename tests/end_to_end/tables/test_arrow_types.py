@@ -11,6 +11,7 @@ import io
 import json
 import math
 import random
+import re
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,7 @@ import pytest
 
 from tests.conftest import THOROUGH
 from tests.runtime.jobs.helpers import Echo, read_records
-from transferry.runtime.errors import TransferryError, UsageError
+from transferry.runtime.errors import UsageError
 from transferry.runtime.jobs.job import Job
 from transferry.runtime.jobs.job_options import JobOptions
 
@@ -86,7 +87,9 @@ def column(draw: Draw, rows: int, depth: int = 2) -> Any:
         given = [None if gone else draw.choice(values) for gone in mask.to_pylist()]
         return pyarrow.array(given, kind)
     if shape == 4:
-        kind, values = draw.choice([each for each in SIMPLE[1:] if "view" not in str(each[0])])
+        # Arrow 26 writes wrong numbers of 16 bits in a dictionary in a list.
+        held = [each for each in SIMPLE[1:] if not re.search("view|half", str(each[0]))]
+        kind, values = draw.choice(held)
         places = pyarrow.array([draw.randrange(len(values)) for _ in range(rows)], "int8")
         places = compute.if_else(mask, None, places)
         return pyarrow.DictionaryArray.from_arrays(places, pyarrow.array(values, kind))
@@ -118,12 +121,16 @@ def column(draw: Draw, rows: int, depth: int = 2) -> Any:
         case 3:
             sizes = pyarrow.array([2] * rows, "int64")
             return pyarrow.LargeListViewArray.from_arrays(wide[:-1], sizes, inner, **named)
+        case 4 if draw.random() < 0.2:
+            empty: list[Any] = [None if gone else [] for gone in mask.to_pylist()]
+            return pyarrow.array(empty, pyarrow.list_(pyarrow.int8(), 0))
         case 4:
             return pyarrow.FixedSizeListArray.from_arrays(inner, 2, **named)
         case 5:
             keys = pyarrow.array(["k", "l"] * rows, "string")
             return pyarrow.MapArray.from_arrays(narrow, keys, inner, **named)
-    return pyarrow.StructArray.from_arrays([inner[:rows], mask], ["a", ""], **named)
+    names = ["a", draw.choice(["", "a"])]
+    return pyarrow.StructArray.from_arrays([inner[:rows], mask], names, **named)
 
 
 def plain(value: Any) -> Any:
@@ -141,7 +148,13 @@ def plain(value: Any) -> Any:
     if types.is_dictionary(kind) or types.is_run_end_encoded(kind):
         return plain(value.value)
     if types.is_struct(kind):
-        return {name: plain(each) for name, each in value.items()}
+        names = [field.name for field in kind]
+        values = [plain(value[place]) for place in range(len(names))]
+        if len(set(names)) < len(names):
+            return [
+                {"key": name, "value": value} for name, value in zip(names, values, strict=True)
+            ]
+        return dict(zip(names, values, strict=True))
     if types.is_nested(kind):
         return [plain(each) for each in value.values]
     if types.is_floating(kind):
@@ -229,13 +242,26 @@ def test_columns_of_any_type(tmp_path: Path) -> None:
         out = path.with_suffix(draw.choice([".out.parquet", ".jsonl", ".csv"]))
         options = JobOptions(chunk_rows=draw.choice([1, 3, 99]), column=("text",))
         try:
-            Job(Echo(), path, out, options).run()
-        except TransferryError as error:
+            job = Job(Echo(), path, out, options)
+        except UsageError as error:
             assert out.suffix == ".parquet", error
+            continue
+        try:
+            job.run()
+        except UsageError as error:  # a column that Arrow slices when it writes
+            assert out.suffix == ".parquet" and "Slicing not implemented" in str(error), error
             continue
         passed += 1
         require_same(table, out)
     assert passed > TRIALS / 2
+
+
+def test_fields_of_one_name_stay(tmp_path: Path) -> None:
+    twice = pyarrow.StructArray.from_arrays([pyarrow.array([1]), pyarrow.array(["b"])], ["a", "a"])
+    parquet.write_table(pyarrow.table({"text": ["x"], "n": twice}), tmp_path / "in.parquet")
+    Job(Echo(), tmp_path / "in.parquet", tmp_path / "out.jsonl", JobOptions(column=("text",))).run()
+    (record,) = read_records(tmp_path / "out.jsonl")
+    assert record["n"] == [{"key": "a", "value": 1}, {"key": "a", "value": "b"}]
 
 
 OFFSETS = pyarrow.array([0, 1, 2, 3], pyarrow.int32())
@@ -245,6 +271,12 @@ HOLDERS: dict[str, tuple[Callable[[Any], Any], Any]] = {
     "list": (lambda texts: pyarrow.ListArray.from_arrays(OFFSETS, texts), []),
     "list of one": (lambda texts: pyarrow.FixedSizeListArray.from_arrays(texts, 1), [None]),
     "struct": (lambda texts: pyarrow.StructArray.from_arrays([texts], ["a"]), {"a": None}),
+    "dictionary": (
+        lambda texts: pyarrow.DictionaryArray.from_arrays(
+            pyarrow.array([0, 1, 2], "int8"), texts, safe=False
+        ),
+        "",
+    ),
     "map": (lambda texts: pyarrow.MapArray.from_arrays(OFFSETS, texts, texts), []),
 }
 
@@ -261,9 +293,14 @@ def test_cells_that_are_no_text_are_emptied_alone(
     arrays = {"id": pyarrow.array([5, 6, 7]), "text": pyarrow.array([*"xyz"]), "n": wrong}
     fields = [pyarrow.field(name, arrays[name].type, nullable=nullable) for name in arrays]
     table = pyarrow.table(list(arrays.values()), schema=pyarrow.schema(fields))
-    parquet.write_table(table, tmp_path / "in.parquet")
+    source = tmp_path / f"in.{'arrow' if name == 'dictionary' else 'parquet'}"
+    if source.suffix == ".parquet":
+        parquet.write_table(table, source)
+    else:  # Arrow writes no such Parquet
+        with pyarrow.ipc.new_file(str(source), table.schema) as file:
+            file.write_table(table)
     options = JobOptions(column=("text",), chunk_rows=2)
-    Job(Echo(), tmp_path / "in.parquet", tmp_path / "out.parquet", options).run()
+    Job(Echo(), source, tmp_path / "out.parquet", options).run()
     found = parquet.read_table(tmp_path / "out.parquet")
     assert [found.schema.field(name).nullable for name in arrays] == [nullable] * 3
     rows = found.to_pydict()
@@ -272,11 +309,18 @@ def test_cells_that_are_no_text_are_emptied_alone(
     assert rows["error_kind"] == [None, "undecodable", None]
 
 
-def test_what_parquet_cannot_hold_is_refused(tmp_path: Path) -> None:
-    wide = pyarrow.array([decimal.Decimal(100)], pyarrow.decimal128(5, -2))
-    with pyarrow.ipc.new_file(
-        str(tmp_path / "in.arrow"), pyarrow.schema([("text", "string"), ("n", wide.type)])
-    ) as file:
-        file.write_table(pyarrow.table({"text": ["a"], "n": wide}))
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        (pyarrow.decimal128(5, -2), decimal.Decimal(100)),
+        (pyarrow.list_(pyarrow.int8(), 0), []),
+        (pyarrow.struct([("a", pyarrow.list_view(pyarrow.timestamp("s")))]), {"a": [1]}),
+    ],
+)
+def test_what_parquet_cannot_hold_is_refused(tmp_path: Path, kind: Any, value: Any) -> None:
+    """Before a row is computed, also what Arrow writes and cannot read."""
+    table = pyarrow.table({"text": ["a"], "n": pyarrow.array([value], kind)})
+    with pyarrow.ipc.new_file(str(tmp_path / "in.arrow"), table.schema) as file:
+        file.write_table(table)
     with pytest.raises(UsageError, match=r"Parquet cannot hold a column: .*leave it out with drop"):
         Job(Echo(), tmp_path / "in.arrow", tmp_path / "out.parquet", JobOptions(column=("text",)))

@@ -97,7 +97,7 @@ def test_a_process_that_ends_is_an_error(bundle_folder: Path, texts: list[str]) 
     engine = Engine.load(bundle_folder, replicas=2, processes=2)
     assert engine._processes is not None
     os.kill(engine._processes._replicas[0].process.pid or 0, signal.SIGKILL)
-    with pytest.raises(InputError, match=r"exit code -9.*run fewer, or make batches smaller"):
+    with pytest.raises(InputError, match=r"exit code -9.*run fewer processes, or make"):
         list(elsewhere(engine).generate(texts))
 
 
