@@ -2,7 +2,7 @@
 
 import { checkNames, UsageError, shown } from "../errors.js";
 
-const MOST = 2 ** 53 - 1;
+const MOST = 2 ** 31 - 1;
 const whole = (least, most = MOST) => ({
   what: `a whole number from ${least} to ${most}`,
   holds: (value) => Number.isSafeInteger(value) && value >= least && value <= most,
@@ -27,7 +27,7 @@ const text = { holds: (value) => typeof value === "string" && value.length > 0 }
 const seed = {
   what: "a whole number from 0 to 2**64 - 1 (a BigInt beyond 2**53)",
   holds: (value) =>
-    token.holds(value) || (typeof value === "bigint" && value >= 0n && value < 1n << 64n),
+    (Number.isSafeInteger(value) && value >= 0) || (typeof value === "bigint" && value >= 0n && value < 1n << 64n),
 };
 
 const FIELDS = {

@@ -169,15 +169,18 @@ export function cutLines(text) {
   return { lines, around: around.map((each) => each.join("")) };
 }
 
-function requestOf(engine, text, options, { row = 0, longRows, sourceLanguage, targetLanguage }) {
+function requestOf(engine, text, options, { row = 0, longRows, ...languages }) {
   const { special } = engine.bundle.tokenizer;
+  // Token ids and chats are read as they are.
+  const { sourceLanguage, targetLanguage } = typeof text === "string" ? languages : {};
   const { hasEncoder } = engine.decoder;
   const target = targetLanguage === undefined ? null : special.language(targetLanguage);
   const begins = special.beginsWithLanguage;
   const first = target !== null && !begins ? target : options.forced_begin;
   const forced = options.prefix.length + (options.forced_begin === null ? 0 : 1);
   const reserve = hasEncoder ? 0 : forced;
-  let { ids, truncated } = encode(engine, text, { row, longRows }, reserve);
+  const read = encode(engine, text, { row, longRows }, reserve);
+  let { ids } = read;
   if (sourceLanguage !== undefined) {
     const inner = ids.slice(special.before.length, ids.length - special.after.length);
     ids = special.wrapIn(special.language(sourceLanguage), inner);
@@ -188,18 +191,22 @@ function requestOf(engine, text, options, { row = 0, longRows, sourceLanguage, t
       "too-long",
       `${tokens} tokens are not less than max_total_length=${options.max_total_length}; raise ` +
         "it, or shorten the text",
-      tokens,
+      read.tokens,
     );
   }
   // The last token of an answer is never read, so it takes up no position.
   const limit = hasEncoder
     ? room(options, 0)
     : Math.max(1, Math.min(room(options, tokens), engine.positions - tokens + 1));
-  if (options.prefix.length + (first === null ? 0 : 1) > limit) {
-    throw new RowError("too-long", `${tokens} tokens leave room for ${limit}, fewer than the prefix has`, tokens);
+  const beginning = options.prefix.length + (first === null ? 0 : 1);
+  if (beginning > limit) {
+    const message =
+      `${tokens} tokens leave room for ${limit} in the model's ${engine.positions} positions, but the ` +
+      `prefix has ${beginning}; shorten either`;
+    throw new RowError("too-long", message, read.tokens);
   }
   const bos = target !== null && begins ? target : special.bos;
-  return { ids, truncated, limit, first, bos, row };
+  return { ids, truncated: read.truncated, limit, first, bos, row };
 }
 
 function encode(engine, text, { row, longRows }, reserve) {
@@ -212,11 +219,13 @@ function encode(engine, text, { row, longRows }, reserve) {
   const last = engine.bundle.manifest.model.vocabulary_size - 1;
   const strange = text.find((id) => id < 0 || id > last);
   if (strange !== undefined) throw new RowError("prompt", `expected token ids from 0 to ${last}, found ${strange}`);
-  if (text.length <= positions) return { ids: text, truncated: false };
-  if (longRows === "truncate" && positions > reserve) {
-    return { ids: engine.bundle.tokenizer.special.cut(text, positions - reserve), truncated: true };
+  const tokens = text.length;
+  const room = positions - reserve;
+  if (longRows === "truncate" && room > 0 && tokens > room) {
+    return { ids: engine.bundle.tokenizer.special.cut(text, room), tokens, truncated: true };
   }
-  throw tooLong(text.length, positions);
+  if (tokens > positions) throw tooLong(tokens, positions);
+  return { ids: text, tokens, truncated: false };
 }
 
 function isIds(text) {
@@ -234,7 +243,7 @@ function chatIds({ bundle, chat, positions }, messages) {
   if (!chat) throw new UsageError("messages need chat, a function that renders a template; give it to Engine.load");
   const ids = encodeChat(messages, chat, bundle.tokenizer);
   if (ids.length > positions) throw tooLong(ids.length, positions);
-  return { ids, truncated: false };
+  return { ids, tokens: ids.length, truncated: false };
 }
 
 function recordOf(source, { tokens, truncated, found }, options) {

@@ -17,9 +17,9 @@ const CLASSES = {
 };
 // Letters of ASCII with a case beyond ASCII, by Unicode's simple case folding.
 const FOLDED = { k: "\\u212a", s: "\\u017f" };
-// Of \w besides: the joiners in Rust, all numbers in Oniguruma.
+// Of \w besides: the joiners in Rust, numbers of Latin-1 in Oniguruma, there outside of sets alone.
 const JOINERS = "\\u200c\\u200d";
-const NUMBERS = "\\p{N}";
+const NUMBERS = "\xb2\xb3\xb9\xbc-\xbe";
 // Letters that one character stands for, if case is ignored in Oniguruma.
 const LIGATURES = /ss|ff|fi|fl|st/i;
 const SYNTAX = /[\\^$.*+?()[\]{}|/-]/;
@@ -94,6 +94,10 @@ class Translator {
     const [, least = quantifier === "+" ? "1" : "0", rest] = /^\{(\d+)(,\d*)?\}/.exec(quantifier) ?? [];
     const most = { "*": Infinity, "+": Infinity, "?": 1 }[quantifier] ?? Number(rest ? rest.slice(1) || Infinity : least);
     if (Number(least) > most) this.refuse();
+    // Ruby has no lazy {n} either: the ? after it makes it optional.
+    if (this.ruby && /^\{\d+\}$/.test(quantifier) && this.takes("?")) {
+      return { node: { node, least: Number(least), most }, least: 0, most: 1 };
+    }
     const repeated = { node, least: Number(least), most, lazy: this.takes("?") };
     if (repeated.lazy || !this.takes("+")) return repeated;
     // Ruby has no possessive {n,m}: the + after it repeats the repetition.
@@ -143,7 +147,7 @@ class Translator {
         continue;
       }
       if (this.takes("\\")) {
-        const [inSet, isNegated] = this.escape(folded);
+        const [inSet, isNegated] = this.escape(folded, true);
         if (isNegated && inSet !== CLASSES.s && !/^\\p\{[^}]*\}$/.test(inSet)) this.refuse();
         content += isNegated ? inSet.replace("\\p", "\\P") : inSet;
       } else if (this.next === "-" && this.characters[this.place + 1] !== "]" && content) {
@@ -164,15 +168,17 @@ class Translator {
   }
 
   /** Returns an escape as the content of a set, and whether the set is negated. */
-  escape(folded) {
+  escape(folded, isInSet = false) {
     const kind = this.characters[this.place++];
     if (kind === undefined) this.refuse();
     if (Object.hasOwn(CLASSES, kind.toLowerCase())) {
       const name = kind.toLowerCase();
       if (name !== "w") return [CLASSES[name], kind !== name];
-      return [CLASSES.w + (this.ruby ? NUMBERS : JOINERS), kind !== name];
+      return [CLASSES.w + (!this.ruby ? JOINERS : isInSet ? "" : NUMBERS), kind !== name];
     }
-    if (kind === "p" || kind === "P") {
+    const isProperty = kind.toLowerCase() === "p";
+    if (isProperty && this.ruby && this.next !== "{") return [kind, false];
+    if (isProperty) {
       const rest = this.characters.slice(this.place, this.place + 80).join("");
       const [found, name] = /^\{([A-Za-z_=]+)\}/.exec(rest) ?? /^([A-Z])/.exec(rest) ?? this.refuse();
       const property = propertyOf(name) ?? this.refuse();

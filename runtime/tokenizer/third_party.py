@@ -15,6 +15,7 @@ import msgspec
 
 from transferry.runtime.errors import InputError, Option, UsageError, install_command
 from transferry.runtime.io.documents import decode
+from transferry.runtime.settings import shown
 from transferry.runtime.tokenizer.chat import PRIVATE_USE, Pieces
 from transferry.runtime.tokenizer.special_tokens import (
     AnyTokenizer,
@@ -143,7 +144,20 @@ class HuggingFaceTokenizer(ThirdPartyTokenizer):
         # The file may hold these settings from training.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        self._require_distinct()
         return max(map(int, self._tokenizer.get_vocab().values()), default=0)
+
+    def _require_distinct(self) -> None:
+        """Raises ValueError for added tokens of one normalised text: the library finds any."""
+        known: dict[str, str] = {}
+        normalizer = self._tokenizer.normalizer
+        for token in self._added.values() if normalizer else ():
+            text = normalizer.normalize_str(token.content) if token.normalized else ""
+            if text and (other := known.setdefault(text, token.content)) != token.content:
+                raise ValueError(
+                    f"added tokens {shown(other)} and {shown(token.content)}, which have one text "
+                    f"once normalised, {shown(text)}; remove one of them"
+                )
 
     @property
     def _added(self) -> Any:

@@ -17,6 +17,12 @@ from transferry import Engine
 from transferry.runtime.tokenizer.byte_pair import AnyTokenizer
 from transferry.runtime.tokenizer.third_party import SentencePieceTokenizer
 
+IN_JAVASCRIPT = {
+    "long_rows": "longRows",
+    "source_language": "sourceLanguage",
+    "target_language": "targetLanguage",
+    "first_row": "firstRow",
+}
 JS = Path(__file__).resolve().parents[2] / "js"
 NODE = program("node")
 
@@ -71,7 +77,7 @@ def _special_cases(tokenizer: AnyTokenizer, texts: list[str]) -> dict[str, Any]:
     special = tokenizer.special_texts()
     if not special or isinstance(tokenizer, SentencePieceTokenizer):
         return {}
-    mask, own = [*special.values()][-1], tokenizer.special
+    mask, own = special.get("[MASK]", [*special.values()][-1]), tokenizer.special
     masked = replace(own, mask_id=mask)
     made = type(tokenizer)._restore(tokenizer._settings(), masked, tokenizer._contents())
     around = [f"{text} [MASK]  [MASK]\t{text}".split("[MASK]") for text in texts]
@@ -127,19 +133,21 @@ def answers_of(
     options: dict[str, Any],
     texts: Sequence[Any],
     variant: str = "portable",
+    *,
+    refused: bool = False,
 ) -> dict[str, Any]:
-    """Returns the records of Python for js/test to compare."""
+    """Returns the records of Python for js/test to compare; null where the options are refused."""
     method = task.replace("-", "_")
     with Engine.load(folder, variant=variant) as engine:
         rows = [(text, None) for text in texts]
         pairs = task == "score" and not engine.decoder.has_encoder
-        found = getattr(engine, method)(rows if pairs else texts, **options)
+        found = [] if refused else getattr(engine, method)(rows if pairs else texts, **options)
         records = [each.record(options.get("n_best", 1)) for each in found]
-    options = {"longRows" if name == "long_rows" else name: options[name] for name in options}
+    options = {IN_JAVASCRIPT.get(name, name): options[name] for name in options}
     first, *rest = task.split("-")  # "fill-mask" is the method fillMask
     named = {"task": task, "method": first + "".join(map(str.capitalize, rest))}
     case = {"bundle": str(folder), "variant": variant, **named, "options": options}
-    return {**case, "texts": texts, "records": records}
+    return {**case, "texts": texts, "records": None if refused else records}
 
 
 def seal(folder: Path, vocabulary: int) -> None:

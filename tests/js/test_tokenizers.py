@@ -175,6 +175,13 @@ def spm(**options: Any) -> bytes:
     return written.getvalue()
 
 
+def charsmap_of(model: bytes) -> str:
+    """Returns the compiled normalisation of a SentencePiece model, in base64."""
+    proto = pytest.importorskip("sentencepiece.sentencepiece_model_pb2").ModelProto()
+    proto.ParseFromString(model)
+    return base64.b64encode(proto.normalizer_spec.precompiled_charsmap).decode()
+
+
 def unigram(t: Any, *, scheme: str = "always", words: bool = False, **model: Any) -> Any:
     """Unigram with SentencePiece's compiled normalisation."""
     proto = pytest.importorskip("sentencepiece.sentencepiece_model_pb2").ModelProto()
@@ -182,8 +189,7 @@ def unigram(t: Any, *, scheme: str = "always", words: bool = False, **model: Any
     pieces = [(piece.piece, piece.score) for piece in proto.pieces]
     made = t.Tokenizer(t.models.Unigram(pieces, unk_id=0, **model))
     record = json.loads(made.to_str())
-    charsmap = base64.b64encode(proto.normalizer_spec.precompiled_charsmap).decode()
-    record["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": charsmap}
+    record["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": charsmap_of(spm())}
     made = t.Tokenizer.from_str(json.dumps(record))
     blanks = t.pre_tokenizers.Metaspace("▁", prepend_scheme=scheme)
     split = t.pre_tokenizers.WhitespaceSplit()

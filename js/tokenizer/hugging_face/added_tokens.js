@@ -38,11 +38,20 @@ export class AddedTokens {
       this.#largest = Math.max(this.#largest, id);
       if (special) this.#special.add(content);
     }
+    const normalised = new Map(); // tokens by normalised text
     for (const [id, record] of this.#tokens) {
       const piece = Piece.of(record.content);
       if (record.normalized) normalise(piece);
-      if (!piece.text) refuse(`the added token ${JSON.stringify(record.content)}, of which no text is left,`);
-      this.#texts.set(id, piece.text);
+      const { text } = piece;
+      if (!text) refuse(`the added token ${JSON.stringify(record.content)}, of which no text is left,`);
+      if (record.normalized && normalised.has(text)) {
+        const both = [normalised.get(text), record.content].map((each) => JSON.stringify(each)).join(" and ");
+        throw new InputError(
+          `the tokenizer's added tokens ${both} have one text once normalised, so either may be found; remove one`,
+        );
+      }
+      if (record.normalized) normalised.set(text, record.content);
+      this.#texts.set(id, text);
     }
     const finder = (kind) =>
       new Finder([...this.#tokens.values()].filter(kind), ({ id }) => this.#texts.get(id));

@@ -92,15 +92,14 @@ export class Piece {
     this.ends = [...Array(text.length).fill(end), ...this.ends];
   }
 
-  /** Replaces matches of an expression; the new text stands where a match ends. */
+  /** Replaces matches of an expression; the new text comes from the character before their end. */
   replace(expression, content) {
     const [texts, starts, ends] = [[], [], []];
     for (const [from, to, isMatch] of matches(expression, this.text)) {
       if (isMatch) {
-        if (to === from) continue;
         texts.push(content);
-        starts.push(...Array(content.length).fill(this.starts[to - 1]));
-        ends.push(...Array(content.length).fill(this.ends[to - 1]));
+        starts.push(...Array(content.length).fill(this.starts[to - 1] ?? this.shift));
+        ends.push(...Array(content.length).fill(this.ends[to - 1] ?? this.shift));
       } else {
         texts.push(this.text.slice(from, to));
         for (let place = from; place < to; place++) {
@@ -153,8 +152,10 @@ export class Piece {
 export function matches(expression, text) {
   const found = [];
   let last = 0;
-  for (const match of text.matchAll(expression)) {
+  for (const match of text ? text.matchAll(expression) : []) {
     const end = match.index + match[0].length;
+    // As in Rust, an empty match does not count right behind another one.
+    if (end === last && found.length) continue;
     if (last !== match.index) found.push([last, match.index, false]);
     found.push([match.index, end, true]);
     last = end;
@@ -196,8 +197,7 @@ export const BEHAVIORS = {
 export function expressionOf(pattern) {
   const { String: text, Regex: source } = typeof pattern === "string" ? { String: pattern } : pattern;
   if (source !== undefined) return translate(source, "oniguruma");
-  // A pattern that matches nothing: an empty one splits nothing.
-  return text ? literal(text) : /(?!)/gu;
+  return literal(text);
 }
 
 /** Returns an expression that matches any of these texts, the longest first. */
