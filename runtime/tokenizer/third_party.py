@@ -257,10 +257,13 @@ class HuggingFaceTokenizer(ThirdPartyTokenizer):
         made: Any = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
         made.encode_special_tokens = True
         ids, added = {}, self._added
+        # A normalizer that drops the mark would find the same text without one.
+        keeps = made.normalizer is None or mark in made.normalizer.normalize_str(mark)
         control = set(self.chat.control.values()) if self.chat else set()
         for token in sorted(control | ({self.special.mask_id} & added.keys())):
             sides = ("single_word", "lstrip", "rstrip", "normalized")
             flags = {side: getattr(added[token], side) for side in sides}
+            flags["normalized"] &= keeps
             content = added[token].content
             made.add_special_tokens([tokenizers.AddedToken(content, special=True)])
             made.add_tokens([tokenizers.AddedToken(mark + content, special=False, **flags)])

@@ -120,6 +120,30 @@ def test_places_are_those_of_the_text_as_it_is_given() -> None:
             assert formed(text[one.start : one.end]) == formed(text)[other.start : other.end], text
 
 
+NORMALIZERS = {
+    "none": None,
+    "BERT": tokenizers.normalizers.BertNormalizer(),
+    "cased BERT": tokenizers.normalizers.BertNormalizer(lowercase=False),
+    "lower": tokenizers.normalizers.Lowercase(),
+    "no marks": tokenizers.normalizers.Replace(tokenizers.Regex(r"\p{C}"), ""),
+}
+
+
+@pytest.mark.parametrize("normalized", [True, False])
+@pytest.mark.parametrize("name", NORMALIZERS)
+def test_text_is_no_mask_under_any_normalizer(name: str, normalized: bool) -> None:
+    made = tokenizers.Tokenizer.from_str(word_pieces().decode())
+    made.normalizer = NORMALIZERS[name]
+    flags = {"special": True, "normalized": normalized}
+    made.add_special_tokens([tokenizers.AddedToken("[MASK]", **flags)])
+    given = {"huggingface.json": made.to_str().encode()}
+    tokenizer = HuggingFaceTokenizer(given, SpecialTokens(0, 1, 2, mask_id=9), 10)
+    before, after = "a [MASK] [mask] ", " a"
+    ids = [*tokenizer.encode(before), 9, *tokenizer.encode(after)]
+    assert tokenizer.encode_masked([before, after]) == ids
+    assert ids.count(9) == 1
+
+
 @pytest.mark.parametrize("ids", [[], [2], [999], [2, 999]])
 def test_a_decoder_that_cuts_ends_leaves_an_empty_text_empty(ids: list[int]) -> None:
     record = json.loads(word_pieces())

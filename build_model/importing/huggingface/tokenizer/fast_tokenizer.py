@@ -196,6 +196,7 @@ def _made(pretrained: PretrainedFolder, content: bytes | None, origin: str) -> F
     segments = "token_type_ids" in theirs.model_input_names
     if name == AS_IT_IS and file is not None:
         _keep_special(made, file)
+        _tell_unknown(pretrained, theirs, record["model"])
     notes = [] if file is None else _differences(made, file, name)
     pretrained.side = theirs.truncation_side
     _clean_up(pretrained, made)
@@ -345,6 +346,18 @@ def _keep_special(made: Any, file: Any) -> None:
             }
             kept = AddedToken(each.content, special=True, normalized=each.normalized, **sides)
             made.add_special_tokens([kept])
+
+
+def _tell_unknown(pretrained: PretrainedFolder, theirs: Any, model: dict[str, Any]) -> None:
+    """Notes that the tokenizer of a tagger has an unknown token and transformers another."""
+    named = model.get("unk_token")
+    unknown = model.get("unk_id") if named is None else theirs.convert_tokens_to_ids(named)
+    tags = "ForTokenClassification" in str(pretrained.config.get("architectures"))
+    if tags and unknown not in (None, theirs.unk_token_id):
+        pretrained.notes.append(
+            "in tag --aggregation first, average and max an unknown token begins a word; in "
+            "transformers it may continue one, until tokenizer_config.json has it as unk_token"
+        )
 
 
 def _differences(made: Any, file: Any, name: str) -> list[str]:

@@ -111,6 +111,19 @@ def test_scores_are_theirs(kind: str, suffix: str, problem: str, seed: int, tmp_
     require_their_answers(theirs, checkpoint, rows)
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_a_tagger_tells_of_another_unknown_token(named: bool, tmp_path: Path) -> None:
+    Theirs("bert", 0, tmp_path / "theirs", "ForTokenClassification", num_labels=3)
+    place = tmp_path / "theirs/tokenizer_config.json"
+    settings = json.loads(place.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    if not named:
+        del settings["unk_token"]
+    place.write_text(json.dumps(settings))
+    said: list[str] = []
+    import_pretrained(tmp_path / "theirs", tmp_path / "run", say=said.append)
+    assert any("an unknown token begins a word" in line for line in said) != named
+
+
 def probability(scores: Tensor, problem: str) -> Tensor:
     if problem == "softmax":
         return scores.softmax(dim=-1)
