@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.end_to_end.chat_templates import TEMPLATES
+from tests.runtime.tokenizer.vocabularies import byte_level
 from transferry.runtime.tokenizer.chat import ChatError, ChatTemplate
 from transferry.runtime.tokenizer.special_tokens import SpecialTokens
 from transferry.runtime.tokenizer.third_party import HuggingFaceTokenizer
@@ -41,13 +42,7 @@ CHATS: list[list[dict[str, Any]]] = [
 def added(name: str) -> Any:
     """A byte-level tokenizer with the tokens of a template."""
     _, special, others = TEMPLATES[name]
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=256, initial_alphabet=alphabet, show_progress=False
-    )
-    made.train_from_iterator([], trainer)
+    made = byte_level([], 256)
     made.add_tokens([tokenizers.AddedToken(text, special=True) for text in special])
     made.add_tokens([tokenizers.AddedToken(text, normalized=False) for text in others])
     return made

@@ -1,6 +1,5 @@
 """A text that a tokenizer cannot take is an error of its row; every job ends with all rows."""
 
-import io
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.commands import call
 from tests.conftest import Once, make_bundle, make_run
+from tests.runtime.tokenizer.vocabularies import sentencepiece_model
 from transferry.build_model.checkpoint import save_samples
 from transferry.runtime.engine.preprocess import Preprocessor
 from transferry.runtime.engine.prompts import Prompt, encode_prompt
@@ -32,7 +32,7 @@ from transferry.runtime.tokenizer.third_party import (
 )
 
 tokenizers = pytest.importorskip("tokenizers", reason="an extra, which is not installed")
-sentencepiece = pytest.importorskip("sentencepiece", reason="an extra, which is not installed")
+pytest.importorskip("sentencepiece", reason="an extra, which is not installed")
 
 # Backtracks without end on a run of x without y.
 CATASTROPHIC = r"(x+x+)+y|\S+"
@@ -61,16 +61,7 @@ def hugging_face(model: Any, trainer: Any, splitter: Any) -> HuggingFaceTokenize
 
 
 def pieces(kind: str) -> bytes:
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(SENTENCES * 20),
-        model_writer=model,
-        vocab_size=60,
-        model_type=kind,
-        hard_vocab_limit=False,
-        minloglevel=2,
-    )
-    return model.getvalue()
+    return sentencepiece_model(SENTENCES * 20, vocab_size=60, model_type=kind)
 
 
 def marian() -> SentencePiecePair:

@@ -4,25 +4,18 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tests.runtime.tokenizer.vocabularies import byte_level
 from transferry.build_model.train.corpus import builtin_pairs
 
 
 def gpt2(folder: Path) -> None:
     """A checkpoint as transformers writes it, of one layer and random weights."""
     import safetensors.torch
-    import tokenizers
     import torch
 
     folder.mkdir()
-    bytewise = tokenizers.pre_tokenizers.ByteLevel
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = bytewise(add_prefix_space=False)
-    letters = bytewise.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300, initial_alphabet=letters, show_progress=False
-    )
-    made.train_from_iterator((pair.source for pair in builtin_pairs(50, seed=2)), trainer)
-    made.model.save(str(folder))
+    texts = (pair.source for pair in builtin_pairs(50, seed=2))
+    byte_level(texts, 300).model.save(str(folder))
     ids = json.loads((folder / "vocab.json").read_text())
     ids["<|endoftext|>"] = end = len(ids)
     (folder / "vocab.json").write_text(json.dumps(ids))

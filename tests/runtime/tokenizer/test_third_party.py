@@ -1,6 +1,5 @@
 """Kept files come back as they were, and unreadable ones are refused with what to do."""
 
-import io
 import json
 import random
 import sys
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.runtime.tokenizer.vocabularies import sentencepiece_model
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.tokenizer.byte_pair import SINGLE_BYTES, Tokenizer, load_tokenizer
 from transferry.runtime.tokenizer.special_tokens import SpecialTokens
@@ -29,15 +29,7 @@ SPECIAL = SpecialTokens(0, 1, 2, after=(2,))
 
 
 def pieces(*texts: str) -> bytes:
-    written = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(texts * 9),
-        model_writer=written,
-        vocab_size=60,
-        hard_vocab_limit=False,
-        minloglevel=2,
-    )
-    return written.getvalue()
+    return sentencepiece_model(texts * 9, vocab_size=60)
 
 
 def word_pieces() -> bytes:

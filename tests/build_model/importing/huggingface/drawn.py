@@ -19,6 +19,7 @@ from tests.build_model.importing.huggingface.encoder_types import (
     layer_types,
     rope,
 )
+from tests.runtime.tokenizer.vocabularies import byte_level
 from transferry.build_model.importing.huggingface.folder import PretrainedFolder
 from transferry.build_model.importing.huggingface.importer import FAMILIES
 from transferry.build_model.importing.huggingface.weights import convert_weights
@@ -467,14 +468,9 @@ def require_same_logits(ours: Transformer, theirs: Any) -> None:
 def byte_level_tokenizer(folder: Path, begin: str, end: str) -> Any:
     """A tokenizer.json with tokens before and after a text, as save_pretrained writes it."""
     special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
-    made = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=True)
+    texts = ["the cat sat on the mat", "Straße über Häuser"] * 9
+    made = byte_level(texts, 290, special, blank=True, unk_token="<unk>")
     made.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=290, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
-    made.train_from_iterator(["the cat sat on the mat", "Straße über Häuser"] * 9, trainer)
     ids = [(token, made.token_to_id(token)) for token in (begin, end) if token]
     template = f"{begin} $A {end}".strip()
     made.post_processor = tokenizers.processors.TemplateProcessing(

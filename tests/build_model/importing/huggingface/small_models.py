@@ -1,9 +1,9 @@
 """Small checkpoints of four types, as save_pretrained writes them."""
 
 import contextlib
-import io
 import json
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from tests.build_model.importing.huggingface.drawn import (
     tokenizers,
     transformers,
 )
+from tests.runtime.tokenizer import vocabularies
 from transferry.build_model.importing.huggingface.importer import import_pretrained
 from transferry.runtime.errors import UsageError
 from transferry.runtime.tokenizer.byte_pair import AnyTokenizer, load_tokenizer
@@ -54,16 +55,7 @@ LINES = ["the cat sat on", "hello world, this is", "Straße über die", "日本�
 SIZES = dict(hidden_size=32, num_attention_heads=4, intermediate_size=48)
 
 
-def sentencepiece_model(**settings: Any) -> bytes:
-    written = io.BytesIO()
-    spm.SentencePieceTrainer.train(
-        sentence_iterator=iter(CORPUS),
-        model_writer=written,
-        hard_vocab_limit=False,
-        minloglevel=2,
-        **settings,
-    )
-    return written.getvalue()
+sentencepiece_model = partial(vocabularies.sentencepiece_model, CORPUS)
 
 
 def llama_pieces(**settings: Any) -> bytes:
@@ -92,14 +84,7 @@ def marian_vocabulary(folder: Path) -> int:
 
 def gpt2_vocabulary(folder: Path) -> int:
     """vocab.json and merges.txt; the number of ids comes back, the last is <|endoftext|>."""
-    byte_level = tokenizers.pre_tokenizers.ByteLevel
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = byte_level(add_prefix_space=False)
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=330, initial_alphabet=byte_level.alphabet(), show_progress=False
-    )
-    made.train_from_iterator(CORPUS, trainer)
-    made.model.save(str(folder))
+    vocabularies.byte_level(CORPUS, 330).model.save(str(folder))
     ids = json.loads((folder / "vocab.json").read_text())
     ids["<|endoftext|>"] = len(ids)
     (folder / "vocab.json").write_text(json.dumps(ids))

@@ -1,7 +1,6 @@
 """Models of Marian give the numbers of its formulas, computed by numpy in float64."""
 
 import datetime
-import io
 import json
 import math
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tests.commands import call, done
+from tests.runtime.tokenizer.vocabularies import sentencepiece_model
 from transferry.build_model.checkpoint import load_checkpoint
 from transferry.build_model.importing.huggingface.importer import import_pretrained, read_pretrained
 from transferry.build_model.importing.toolkits import marian
@@ -314,16 +314,7 @@ def test_marian_s_words_are_texts(tmp_path: Path) -> None:
 
 
 def pieces(size: int = 60, **settings: Any) -> bytes:
-    written = io.BytesIO()
-    spm.SentencePieceTrainer.train(
-        sentence_iterator=iter(TEXTS * 20),
-        model_writer=written,
-        vocab_size=size,
-        hard_vocab_limit=False,
-        minloglevel=2,
-        **settings,
-    )
-    return written.getvalue()
+    return sentencepiece_model(TEXTS * 20, vocab_size=size, **settings)
 
 
 def test_marian_s_own_sentencepiece_model_gives_the_ids(tmp_path: Path) -> None:

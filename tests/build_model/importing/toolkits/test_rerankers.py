@@ -18,6 +18,7 @@ from tests.build_model.importing.huggingface.drawn import (
 )
 from tests.build_model.importing.huggingface.heads import write, write_modules
 from tests.commands import call
+from tests.runtime.tokenizer.vocabularies import byte_level
 from tests.traced import unverified
 from transferry.build_model.checkpoint import load_checkpoint
 from transferry.build_model.importing.huggingface.importer import import_pretrained
@@ -48,14 +49,8 @@ class Reranker:
     """A drawn decoder of transformers with a chat template, in float64."""
 
     def __init__(self, folder: Path, template: str, kind: str = "qwen3", **settings: Any) -> None:
-        made = tokenizers.Tokenizer(tokenizers.models.BPE())
-        made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-        alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-        special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-        trainer = tokenizers.trainers.BpeTrainer(
-            vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-        )
-        made.train_from_iterator(["yes", "no", "the cat sat on the mat"] * 9, trainer)
+        texts = ["yes", "no", "the cat sat on the mat"] * 9
+        made = byte_level(texts, 300, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
         added = [tokenizers.AddedToken(text, special=False) for text in ("<think>", "</think>")]
         made.add_tokens(added)
         fast = transformers.PreTrainedTokenizerFast(

@@ -18,6 +18,7 @@ from tests.build_model.importing.huggingface.small_models import (
     require_saved,
     require_their_tokens,
 )
+from tests.runtime.tokenizer import vocabularies
 from transferry.build_model.importing.huggingface import decoder_only
 from transferry.build_model.importing.huggingface.folder import PretrainedFolder
 from transferry.build_model.importing.huggingface.tokenizer.fast_tokenizer import (
@@ -52,15 +53,7 @@ Draw = random.Random
 
 @lru_cache
 def byte_level() -> tuple[dict[str, int], list[tuple[str, str]]]:
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300,
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    made.train_from_iterator(CORPUS, trainer)
-    model = json.loads(made.to_str())["model"]
+    model = json.loads(vocabularies.byte_level(CORPUS, 300).to_str())["model"]
     return model["vocab"], [tuple(merge) for merge in model["merges"]]
 
 
