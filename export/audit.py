@@ -1,14 +1,12 @@
 """Proof that the graphs of another tool answer as torch does, up to rounding."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -152,7 +150,7 @@ class Audit:
     @classmethod
     def of(
         cls, checkpoint: Checkpoint, texts: Sequence[str], precision: str, *, pairs: bool = True
-    ) -> Audit:
+    ) -> Self:
         """Prepares the checks; raises InputError if no text fits the model."""
         tokenizer, config = checkpoint.tokenizer, checkpoint.model.config
         oracle = Oracle.of(checkpoint.model, tokenizer.special, tolerance_of(precision))
@@ -238,7 +236,7 @@ class Audit:
         # The rounding of activations is left to the answers to text.
         yield from self._of(UNLIMITED)._rounded(subject)
 
-    def _of(self, tolerance: Tolerance) -> Audit:
+    def _of(self, tolerance: Tolerance) -> Self:
         return replace(self, oracle=replace(self.oracle, tolerance=tolerance))
 
     def _tensors(self, subject: ForeignFolder) -> Iterator[Check]:

@@ -1,12 +1,10 @@
 """The reference model behind the runtime's interfaces, so that one search drives both sides."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -57,7 +55,7 @@ class TorchDecoder:
         self._begun: tuple[Any, TorchState] | None = None  # the last source and its state
 
     @classmethod
-    def oracle(cls, model: Transformer) -> TorchDecoder:
+    def oracle(cls, model: Transformer) -> Self:
         """Returns a decoder in float64: of a copy, or of the same weights where they are large."""
         if not small(model):
             return cls(model, Arithmetic(model, torch.float64))

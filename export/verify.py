@@ -1,14 +1,12 @@
 """Proof that torch and a bundle answer the same inputs, up to rounding."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, Self
 
 from transferry.build_model.allocator import freed_memory_kept, rarely_collected
 from transferry.build_model.checkpoint import Checkpoint
@@ -166,7 +164,7 @@ class Verification:
         model: ServedModel,
         request: Request,
         traces: Traces,
-    ) -> Verification:
+    ) -> Self:
         """Checks the stored weights, and prepares the other checks."""
         subject, effort = BundleSubject.of(checkpoint, bundle, model), request.effort
         # Before the oracle, which takes memory too.

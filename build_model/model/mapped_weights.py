@@ -1,12 +1,11 @@
 """Weights in a file that is mapped into memory, so that reading them does not keep them there."""
 
-from __future__ import annotations
-
 import mmap
 import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Self
 
 import torch
 from torch import nn
@@ -52,7 +51,7 @@ class MappedWeights:
                 )
                 parameter.data = flat.view(parameter.shape)
 
-    def __deepcopy__(self, memo: object) -> MappedWeights:
+    def __deepcopy__(self, memo: object) -> Self:
         """Copies of a model share the weights that they do not copy."""
         return self
 

@@ -1,10 +1,8 @@
 """The Transformer of "Attention Is All You Need" (Vaswani et al. 2017) and its descendants."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -134,7 +132,7 @@ class Transformer(Composed):
         if self.mapped is not None:
             self.mapped.release()
 
-    def double(self) -> Transformer:
+    def double(self) -> Self:
         """Turns the model into its float64 oracle: tables are made anew, not widened."""
         super().double()
         for name, table in self.tables().items():

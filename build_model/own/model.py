@@ -20,13 +20,11 @@ Protocol of the module, shapes as in `Transformer`:
     generation: dict                defaults of GenerationOptions; optional
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping, Sequence
 from itertools import count
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -46,9 +44,9 @@ class OwnModel(Transformer):
         module: The module.
     """
 
-    def __new__(cls, *_: Any, **__: Any) -> OwnModel:
+    def __new__(cls, *_: Any, **__: Any) -> Self:
         """Takes no part of the config: the module is the model."""
-        made: OwnModel = nn.Module.__new__(cls)
+        made: Self = nn.Module.__new__(cls)
         return made
 
     def __init__(self, module: nn.Module, config: ModelConfig) -> None:

@@ -1,10 +1,9 @@
 """A training process: the only one, or one of several started by torchrun (torch's DDP)."""
 
-from __future__ import annotations
-
 import os
 import re
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 import torch.distributed
@@ -27,7 +26,7 @@ class Process:
     device: torch.device
 
     @classmethod
-    def start(cls, device: str) -> Process:
+    def start(cls, device: str) -> Self:
         """Joins the group of torchrun's environment variables, if there is one.
 
         Args:

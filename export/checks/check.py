@@ -5,13 +5,11 @@ with its oracle and yields findings; the loop counts progress and turns a check 
 into a fault.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,7 +52,7 @@ class Findings:
     steps: int = 0
     times: dict[str, CheckTime] = field(default_factory=dict)
 
-    def add(self, found: Findings) -> None:
+    def add(self, found: Self) -> None:
         """Adds the findings of one more check."""
         for each in fields(self):
             if isinstance(listed := getattr(self, each.name), list):

@@ -6,13 +6,11 @@ arrange weights as they like, so each is looked for by its content, whole or as 
 that are stored side by side, in both orientations.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import onnx_ir as ir
@@ -74,7 +72,7 @@ class Matrix:
     added: Floats | None = None
 
     @property
-    def sides(self) -> list[Matrix]:
+    def sides(self) -> list[Self]:
         """The matrix, and with its columns as rows."""
         if self.dimensions == 1:
             return [self]

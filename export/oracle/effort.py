@@ -5,11 +5,9 @@ million parameters export checks what `verify` does; of a large one less, so tha
 takes minutes, and `verify` does the rest.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.build_model.model.config import ModelConfig
@@ -77,7 +75,7 @@ class Effort:
     loss: bool = True
 
     @classmethod
-    def at_export(cls, model: Transformer, batches: BatchOptions) -> Effort:
+    def at_export(cls, model: Transformer, batches: BatchOptions) -> Self:
         """Returns how much export checks of a variant that is served in such batches."""
         config, tokens = model.config, JUDGED_WORK / parameters(model)
         quarter, decodes = tokens / 4, bool(model.config.decoder_layers)

@@ -1,12 +1,10 @@
 """torch in float32 and in float64: the expected tensors, answers and scores of a proof."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 
@@ -92,7 +90,7 @@ class Oracle:
         *,
         precision: Precision = FLOAT32,
         calibration: Calibration | None = None,
-    ) -> Oracle:
+    ) -> Self:
         """Returns the oracle of a model, with the rounding of a variant of the precision.
 
         An int8 variant has a calibration.
@@ -103,7 +101,7 @@ class Oracle:
         given = model.config, special, tolerance, trained, reference, exact
         return cls(*given, others, rounds=bool(sides))
 
-    def remembering(self) -> Oracle:
+    def remembering(self) -> Self:
         """Returns the same oracle, which computes the truth of each case once."""
         return replace(self, remembers=True, _truths={})
 

@@ -1,11 +1,9 @@
 """Answers of an engine, from text to text, beside those of the plain search over torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -51,7 +49,7 @@ class PlainAnswers:
     @classmethod
     def of(
         cls, oracle: Oracle, decoder: Decoder[Any], tokenizer: AnyTokenizer, texts: Sequence[str]
-    ) -> PlainAnswers:
+    ) -> Self:
         """Encodes a few of the texts; a few words without any."""
         texts = _few_texts(oracle.config, tokenizer, texts)
         special = tokenizer.special

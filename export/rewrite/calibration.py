@@ -1,7 +1,5 @@
 """Calibration of int8: ranges of the inputs of linear layers, and KV scales."""
 
-from __future__ import annotations
-
 import collections
 import json
 import math
@@ -9,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 from types import EllipsisType
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -100,18 +98,18 @@ class Calibration:
             np.savez(file, **arrays)  # type: ignore[arg-type]
 
     @classmethod
-    def of(cls, bundle: Bundle, variant: Variant) -> Calibration:
+    def of(cls, bundle: Bundle, variant: Variant) -> Self:
         """Reads the calibration of an int8 variant; raises InputError as `load` does."""
         name = PurePosixPath(variant.reference).with_name(CALIBRATION).as_posix()
         return cls.parse(bundle.files.read(name), str(bundle.folder / name))
 
     @classmethod
-    def load(cls, path: Path) -> Calibration:
+    def load(cls, path: Path) -> Self:
         """Reads a file of `save`; raises InputError if it is missing or damaged."""
         return cls.parse(read_bytes(path), str(path))
 
     @classmethod
-    def parse(cls, content: bytes, origin: str) -> Calibration:
+    def parse(cls, content: bytes, origin: str) -> Self:
         """Parses a file of `save`; raises InputError if it is damaged."""
         with open_arrays(content, origin, "the calibration of a variant", REMEDY) as file:
             kind = dict[str, Activation]

@@ -5,12 +5,10 @@ the prompt is read whole, padded on the left or on the right, and later tokens o
 graph without a cache reads everything again at each step.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import onnx_ir as ir
@@ -249,7 +247,7 @@ class ForeignDecoder:
         for graph in dict.fromkeys([self._first, self._later]):
             graph.require(steps, ("logits",), cache=self._first.graph.past)
 
-    def padded(self, padding: Padding) -> ForeignDecoder:
+    def padded(self, padding: Padding) -> Self:
         """Returns the same decoder with padding on a side; the sessions are shared."""
         other = copy.copy(self)
         other.padding = padding

@@ -1,12 +1,10 @@
 """Layout of a folder of foreign graphs: purposes of graphs, and meanings of their tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TypedDict
+from typing import Self, TypedDict
 
 import onnx_ir as ir
 
@@ -124,7 +122,7 @@ class Layout:
         named = (name for graph in self.graphs for name in _weights(_load(graph.path)))
         return {*(graph.path.name for graph in self.graphs), *named}
 
-    def moved(self, folder: Path) -> Layout:
+    def moved(self, folder: Path) -> Self:
         """Returns the same graphs in a copy of their folder."""
 
         def move(graph: GraphFile) -> GraphFile:

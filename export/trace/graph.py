@@ -1,7 +1,5 @@
 """Exported graphs: tracing of a torch module, and the description of its tensors."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import functools
@@ -12,7 +10,7 @@ import re
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 from unittest.mock import patch
 
 import onnx_ir as ir
@@ -97,7 +95,7 @@ class Graph:
         """The canonical form; the graph is not edited any more."""
         return Canonical(self.model)
 
-    def at(self, file: str) -> Graph:
+    def at(self, file: str) -> Self:
         """Returns the graph with another file name."""
         return replace(self, spec=replace(self.spec, file=file))
 

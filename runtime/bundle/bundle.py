@@ -12,12 +12,11 @@ are matched in the order in which the manifest lists them (the i-th present is t
 past). See docs/bundle.md.
 """
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import InitVar, dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Self
 
 from transferry.runtime.bundle.manifest import MANIFEST, REMEDY, Manifest
 from transferry.runtime.bundle.specs import GraphSpec, Variant
@@ -55,7 +54,7 @@ class Bundle:
         object.__setattr__(self, "_content", content)
 
     @classmethod
-    def load(cls, folder: Path) -> Bundle:
+    def load(cls, folder: Path) -> Self:
         """Opens a bundle and checks every file against the manifest.
 
         Raises:

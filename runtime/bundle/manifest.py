@@ -1,11 +1,9 @@
 """The manifest of a bundle: its fields and their consistency."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import numpy as np
 from msgspec import Meta, Struct
@@ -114,7 +112,7 @@ class Manifest:
         return "\n\n".join(parts)
 
     @classmethod
-    def from_json(cls, text: str | bytes, origin: str) -> Manifest:
+    def from_json(cls, text: str | bytes, origin: str) -> Self:
         """Parses the text that `to_json` wrote; `origin` names the file in errors.
 
         Raises InputError for text that is not JSON, inconsistent, or of another format version.

@@ -1,7 +1,5 @@
 """Results of input rows, in order."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading
@@ -157,7 +155,7 @@ class PartsResult(RowResult):
     parts: tuple[RowResult, ...] = ()
 
     @classmethod
-    def of(cls, parts: Sequence[RowResult]) -> PartsResult:
+    def of(cls, parts: Sequence[RowResult]) -> Self:
         """Joins results; an error of one is the row's."""
         failed = (place for place, part in enumerate(parts) if part.error is not None)
         place = next(failed, None)

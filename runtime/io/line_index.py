@@ -1,7 +1,5 @@
 """Numbers and places of lines in a large file, counted once, by several processes together."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json
@@ -12,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from transferry.runtime.errors import InputError
 from transferry.runtime.io.atomic import durable_file
@@ -50,7 +48,7 @@ class LineIndex:
         return self._numbers[place], self._offsets[place]
 
     @classmethod
-    def of(cls, file: Counted, folder: Path | None, share: float = 0.0) -> LineIndex:
+    def of(cls, file: Counted, folder: Path | None, share: float = 0.0) -> Self:
         """Counts the lines of a file, whose ends are line feeds.
 
         Args:

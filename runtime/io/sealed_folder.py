@@ -6,8 +6,6 @@ memory. A file that onnxruntime maps from the disk must keep the size and the ti
 it was hashed; docs/security.md names the remaining gaps.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Iterator, Mapping
@@ -16,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import numpy as np
 from msgspec import Meta
@@ -43,7 +41,7 @@ class FileRecord:
     size: Annotated[int, Meta(ge=0)]
 
     @classmethod
-    def of(cls, path: Path) -> FileRecord:
+    def of(cls, path: Path) -> Self:
         """Returns the record of a file."""
         return cls(sha256(path), path.stat().st_size)
 

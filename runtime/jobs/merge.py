@@ -1,7 +1,5 @@
 """Joins the outputs of a job's partitions, computed on several machines."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -10,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Self
 
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.io.atomic import atomic_file, require_writable, standard_output
@@ -67,7 +65,7 @@ class _Partition:
     bytes: list[int] | None = None
 
     @classmethod
-    def of(cls, path: Any, record: dict[str, Any]) -> _Partition:
+    def of(cls, path: Any, record: dict[str, Any]) -> Self:
         fingerprint = dict(record["fingerprint"])
         if (found := fingerprint.get("job_format", 1)) != JOB_FORMAT:
             raise InputError(

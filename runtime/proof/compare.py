@@ -5,12 +5,10 @@ is large for logits of 3 and small for logits of 300, and one entry of 1e4 says 
 others. The limit is a multiple of the error that torch itself makes in float32 at that position.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,7 +54,7 @@ class Tolerance:
     crossed: float = math.inf
 
     @classmethod
-    def of(cls, precision: str) -> Tolerance:
+    def of(cls, precision: str) -> Self:
         """Returns the default of a precision: the factor is proportional to its epsilon.
 
         Raises InputError for an unknown precision.

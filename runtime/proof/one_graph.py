@@ -1,9 +1,8 @@
 """The graph `generate` of a bundle: token ids in, answers out, the search inside."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
+from typing import Self
 
 import numpy as np
 
@@ -46,7 +45,7 @@ class OneGraph:
         self._runner = runtime_of(options).open(bundle, graphs, options)[ONE_GRAPH]
 
     @classmethod
-    def of(cls, bundle: Bundle, variant: Variant, options: SessionOptions) -> OneGraph | None:
+    def of(cls, bundle: Bundle, variant: Variant, options: SessionOptions) -> Self | None:
         """Opens the graph of a variant; None if it has none."""
         return cls(bundle, variant, options) if ONE_GRAPH in variant.graphs else None
 

@@ -3,8 +3,6 @@
 Needs no torch.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import time
@@ -12,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import numpy as np
 from msgspec import Meta, Struct
@@ -145,18 +143,18 @@ class Reference:
             np.savez(file, **arrays)  # type: ignore[arg-type]
 
     @classmethod
-    def of(cls, bundle: Bundle, variant: Variant) -> Reference:
+    def of(cls, bundle: Bundle, variant: Variant) -> Self:
         """Reads the reference of a variant; raises InputError if it is missing or damaged."""
         name = variant.reference
         return cls.parse(bundle.files.read(name), str(bundle.folder / name))
 
     @classmethod
-    def load(cls, path: Path) -> Reference:
+    def load(cls, path: Path) -> Self:
         """Reads a file of `save`; raises InputError if it is missing or damaged."""
         return cls.parse(read_bytes(path), str(path))
 
     @classmethod
-    def parse(cls, content: bytes, origin: str) -> Reference:
+    def parse(cls, content: bytes, origin: str) -> Self:
         """Parses a file of `save`; raises InputError if it is damaged."""
         with open_arrays(content, origin, "a bundle's reference", REMEDY) as file:
             index = parse_document(file["index"].tobytes(), _Index, origin, REMEDY)

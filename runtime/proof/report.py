@@ -1,11 +1,9 @@
 """Result of a verification, as a verdict and as JSON in the format of docs/report.md."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -236,7 +234,7 @@ class Origin:
     code: str = ""
 
     @classmethod
-    def none_found(cls, cases: int) -> Origin:
+    def none_found(cls, cases: int) -> Self:
         """Returns the result where each graph alone agrees with torch."""
         message = (
             f"no origin found: on {cases:,} cases each graph agrees with torch if its inputs are "

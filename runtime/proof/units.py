@@ -1,11 +1,9 @@
 """Units of the errors of a tensor: each entry has its own, measured from the oracle by position."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,7 +92,7 @@ class Units:
         *,
         logits: bool = False,
         least: float = 0.0,
-    ) -> Units:
+    ) -> Self:
         """Measures the sizes of a tensor, by default of all its positions.
 
         It is `[batch, heads, length, d_head]`, or has channels on the last axis; `kept` are the

@@ -1,11 +1,9 @@
 """A checkpoint folder of `save_pretrained`: settings by name, tensors one at a time."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from transferry.build_model.importing.formats.foreign import instead
 from transferry.build_model.importing.formats.tensors import (
@@ -67,7 +65,7 @@ class Settings:
     @classmethod
     def read(
         cls, path: Path, *, required: bool = True, ignored: frozenset[str] = frozenset()
-    ) -> Settings:
+    ) -> Self:
         """Reads a file; one that is not required and absent is empty."""
         absent = not required and not path.exists()
         return cls(path, {} if absent else read_document(path, dict[str, Any], REMEDY), ignored)

@@ -4,14 +4,12 @@ The folder `certificates` of a bundle, which the manifest does not list, holds o
 that is for each verified way of computing.
 """
 
-from __future__ import annotations
-
 import datetime
 import hashlib
 import importlib.metadata
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import msgspec
 import numpy as np
@@ -69,7 +67,7 @@ class Cell:
     settings: Mapping[str, str]
 
     @classmethod
-    def of(cls, variant: Variant, options: SessionOptions) -> Cell:
+    def of(cls, variant: Variant, options: SessionOptions) -> Self:
         """Returns the cell of a session on this machine."""
         hardware = "+".join(instruction_sets()) or "unknown"
         if options.device == "cuda":
@@ -164,7 +162,7 @@ class Certificate(Verified):
         return any(search_kind(one) == wanted and one.n_best >= options.n_best for one in verified)
 
     @classmethod
-    def of(cls, envelope: Envelope, origin: str, signer: str = "") -> Certificate:
+    def of(cls, envelope: Envelope, origin: str, signer: str = "") -> Self:
         """Parses the payload of an envelope; raises InputError for anything else."""
         try:
             files, record = read_statement(envelope.payload)

@@ -13,15 +13,13 @@ securesystemslib has an envelope too, but its signer draws random numbers: the s
 would have other bytes each time.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import msgspec
 from msgspec import Meta, Struct, field
@@ -70,13 +68,13 @@ class Envelope:
     signatures: tuple[tuple[str, bytes], ...]
 
     @classmethod
-    def seal(cls, payload: bytes, key: PrivateKey | None = None) -> Envelope:
+    def seal(cls, payload: bytes, key: PrivateKey | None = None) -> Self:
         """Puts a statement into an envelope; signs it if there is a key."""
         unsigned = cls._of(payload, (), "")
         return unsigned if key is None else unsigned.signed(key)
 
     @classmethod
-    def _of(cls, payload: bytes, signatures: Sequence[tuple[str, bytes]], hint: str) -> Envelope:
+    def _of(cls, payload: bytes, signatures: Sequence[tuple[str, bytes]], hint: str) -> Self:
         record = _File(
             media_type=MEDIA_TYPE,
             verification_material={"publicKey": {"hint": hint}} if hint else {},
@@ -86,7 +84,7 @@ class Envelope:
         )
         return cls.parse(f"{json.dumps(msgspec.to_builtins(record), indent=1)}\n".encode())
 
-    def signed(self, key: PrivateKey) -> Envelope:
+    def signed(self, key: PrivateKey) -> Self:
         """Returns the envelope with one more signature; itself if the key has signed it already.
 
         The hint stays that of the first key, whose signature other tools look for.
@@ -99,7 +97,7 @@ class Envelope:
         return self._of(self.payload, (*self.signatures, added), hint)
 
     @classmethod
-    def parse(cls, content: bytes) -> Envelope:
+    def parse(cls, content: bytes) -> Self:
         """Parses a file without reading its payload; raises one of MALFORMED for another file."""
         record = decode(content)
         if isinstance(record, dict) and "format" in record:  # up to format 3 without an envelope

@@ -6,8 +6,6 @@ tokenizer_config.json, special_tokens_map.json and added_tokens.json. So transfo
 tokenizer, and this module keeps the result.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import json
@@ -15,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from msgspec import Meta
 from tokenizers import AddedToken, Tokenizer, decoders, normalizers, processors
@@ -93,7 +91,7 @@ class FastTokenizer:
         added = self.tokenizer.get_added_tokens_decoder()
         return {token for token, each in added.items() if each.special}
 
-    def below(self, size: int) -> FastTokenizer:
+    def below(self, size: int) -> Self:
         """Returns the tokenizer without the special tokens from an id on, which no text gives."""
         ids = self.tokenizer.get_vocab()
         beyond = [text for text in sorted(ids, key=ids.get) if ids[text] >= size]
