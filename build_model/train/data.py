@@ -94,7 +94,7 @@ Made = TypeVar("Made")
 
 
 def read_pairs(
-    source: Path, target: Path, *, skip_bad: bool = False, max_characters: int = MAX_CHARACTERS
+    source: Path, target: Path, *, skip_bad: bool = False
 ) -> tuple[list[SentencePair], ReadReport]:
     """Reads two files of lines, each line the translation of the other file's.
 
@@ -102,7 +102,6 @@ def read_pairs(
         source: File of texts, plain or gzip.
         target: File of their translations.
         skip_bad: Drop and count unusable pairs instead of raising at the first.
-        max_characters: Limit for the length of a line.
 
     Raises:
         InputError: The files have different numbers of lines, or no pair remains.
@@ -110,17 +109,13 @@ def read_pairs(
     """
 
     def pair(number: int, lines: tuple[bytes, bytes]) -> SentencePair:
-        return SentencePair(
-            _check(_decode(lines[0], source, number), source, number, max_characters),
-            _check(_decode(lines[1], target, number), target, number, max_characters),
-        )
+        sides = zip(lines, (source, target), strict=True)
+        return SentencePair(*(_check(_decode(*side, number), side[1], number) for side in sides))
 
     return _sift(_lines_of_both(source, target), pair, skip_bad, f"{source} and {target}")
 
 
-def read_pair_file(
-    path: Path, *, skip_bad: bool = False, max_characters: int = MAX_CHARACTERS
-) -> tuple[list[SentencePair], ReadReport]:
+def read_pair_file(path: Path, *, skip_bad: bool = False) -> tuple[list[SentencePair], ReadReport]:
     """Reads one file of pairs, TSV or JSON lines by its suffix, plain or gzip.
 
     `.tsv`: source, tab, target. `.jsonl`: `{"source": "...", "target": "..."}`.
@@ -128,7 +123,6 @@ def read_pair_file(
     Args:
         path: The file.
         skip_bad: Drop and count unusable pairs instead of raising at the first.
-        max_characters: Limit for the length of each side.
 
     Raises:
         InputError: The suffix is another, or no pair remains.
@@ -148,7 +142,7 @@ def read_pair_file(
             sides = parse(_decode(line, path, number))
         except (ValueError, RecursionError) as error:
             raise BadPair("malformed", f"{path}, line {number}: {error}.") from error
-        return SentencePair(*(_check(side, path, number, max_characters) for side in sides))
+        return SentencePair(*(_check(side, path, number) for side in sides))
 
     return _sift(read_raw_lines(path), pair, skip_bad, str(path))
 
@@ -283,16 +277,16 @@ def _decode(line: bytes, path: Path, number: int) -> str:
         raise BadPair("invalid UTF-8", str(error)) from error
 
 
-def _check(text: str, path: Path, number: int, max_characters: int) -> str:
+def _check(text: str, path: Path, number: int) -> str:
     if not text.strip():
         raise BadPair(
             "empty",
             f"{path}, line {number}: expected text, found nothing. Fill or remove the pair.",
         )
-    if len(text) > max_characters:
+    if len(text) > MAX_CHARACTERS:
         raise BadPair(
             "too many characters",
-            f"{path}, line {number}: expected at most {max_characters} characters, "
+            f"{path}, line {number}: expected at most {MAX_CHARACTERS} characters, "
             f"found {len(text)}. Shorten it, or skip bad pairs.",
         )
     return text

@@ -65,22 +65,22 @@ def test_unequal_counts(tmp_path: Path, more: int, fewer: int, skip_bad: bool) -
         (b"", "empty", "line 2: expected text, found nothing"),
         (b" \t\xc2\xa0", "empty", "line 2: expected text, found nothing"),
         (b"caf\xe9", "invalid UTF-8", "line 2: expected UTF-8, found the byte 0xe9"),
-        (b"x" * 21, "too many characters", "line 2: expected at most 20 characters, found 21"),
+        (b"x" * 10_001, "too many characters", "line 2: expected at most 10000 characters"),
     ],
 )
 @pytest.mark.parametrize("bad_side", ["source", "target"])
 def test_bad_lines(
     tmp_path: Path, bad_side: str, bad_line: bytes, reason: str, message: str
 ) -> None:
-    good = lines("one", "two", "x" * 20)
+    good = lines("one", "two", "x" * 10_000)
     paths = {"source": write(tmp_path / "source", good), "target": write(tmp_path / "target", good)}
     write(paths[bad_side], b"eins\n" + bad_line + b"\ndrei\n")
 
     with pytest.raises(BadPair, match=f"{bad_side}, {message}"):
-        read_pairs(paths["source"], paths["target"], max_characters=20)
+        read_pairs(paths["source"], paths["target"])
 
-    pairs, report = read_pairs(paths["source"], paths["target"], skip_bad=True, max_characters=20)
-    assert [set(pair) for pair in pairs] == [{"one", "eins"}, {"x" * 20, "drei"}]
+    pairs, report = read_pairs(paths["source"], paths["target"], skip_bad=True)
+    assert [set(pair) for pair in pairs] == [{"one", "eins"}, {"x" * 10_000, "drei"}]
     assert report == ReadReport(read=3, kept=2, dropped={reason: 1})
 
 
