@@ -5,7 +5,8 @@ traceback and exits with `exit_code`.
 """
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 # Notes of functions that a program calls; a command prints them on stderr instead.
@@ -85,6 +86,19 @@ def require(holds: bool, name: str, expected: str, found: object) -> None:
     """Raises UsageError unless `holds`: option `name` must be `expected`, a range in words."""
     if not holds:
         raise UsageError(Option(name), f" must be {expected}, found {found}")
+
+
+@contextmanager
+def from_extra(extra: str, *needs: str | Option, instead: str = "") -> Iterator[None]:
+    """Raises UsageError for a missing package: who needs which one, and how to install the extra.
+
+    `instead` are words on another way.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        told = f", which is not installed; {install_command(extra)}{instead}"
+        raise UsageError(*needs, told) from error
 
 
 def install_command(extra: str, *options: str) -> str:

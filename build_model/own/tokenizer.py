@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from transferry.runtime.errors import InputError, UsageError, install_command
+from transferry.runtime.errors import InputError, from_extra
 from transferry.runtime.io.folders import is_bundle, is_checkpoint
 from transferry.runtime.io.whole import read_bytes
 from transferry.runtime.tokenizer.byte_pair import AnyTokenizer, load_tokenizer
@@ -59,14 +59,10 @@ def read_tokenizer(
 def _fast(
     content: bytes, path: Path, architecture: str, special: Mapping[str, Any] | None
 ) -> AnyTokenizer:
-    try:
+    with from_extra("tokenizers", f"{path} needs tokenizers"):
         import tokenizers
-
+    try:
         made = tokenizers.Tokenizer.from_str(content.decode())
-    except ModuleNotFoundError as error:
-        raise UsageError(
-            f"{path} needs tokenizers, which is not installed; {install_command('tokenizers')}"
-        ) from error
     except Exception as error:  # the library raises no narrower one
         raise InputError(f"{path}: expected a tokenizer.json of tokenizers ({error})") from error
     size = max(made.get_vocab().values(), default=-1) + 1
@@ -76,13 +72,8 @@ def _fast(
 
 
 def _pieces(path: Path, architecture: str, special: Mapping[str, Any] | None) -> AnyTokenizer:
-    try:
+    with from_extra("sentencepiece", f"{path} needs sentencepiece"):
         import sentencepiece
-    except ModuleNotFoundError as error:
-        raise UsageError(
-            f"{path} needs sentencepiece, which is not installed; "
-            f"{install_command('sentencepiece')}"
-        ) from error
     content = read_bytes(path)
     try:
         model = sentencepiece.SentencePieceProcessor(model_proto=content)
@@ -120,12 +111,8 @@ def _words(content: bytes, path: Path) -> bytes:
 
 def _of_transformers(folder: Path) -> bytes:
     """Returns the tokenizer.json that AutoTokenizer makes of a folder."""
-    try:
+    with from_extra("import", f"{folder} needs transformers"):
         from transformers import AutoTokenizer
-    except ModuleNotFoundError as error:
-        raise UsageError(
-            f"{folder} needs transformers, which is not installed; {install_command('import')}"
-        ) from error
     try:
         made: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         content: str = made.backend_tokenizer.to_str()

@@ -14,7 +14,7 @@ from typing import Any, Generic, Literal, TypeVar, get_args
 
 from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.engine.result import RowError
-from transferry.runtime.errors import Option, UsageError, install_command
+from transferry.runtime.errors import Option, UsageError, from_extra
 from transferry.runtime.settings import shown
 from transferry.runtime.tokenizer.special_tokens import SpecialTokens, TextError
 from transferry.runtime.tokenizer.third_party import well_formed
@@ -342,13 +342,8 @@ def check_long_rows(long_rows: LongRows, conflict: str = "") -> None:
 
 def sentences(text: str) -> list[str]:
     """Splits a text of any language into sentences, which together are the text."""
-    try:
+    with from_extra("sentences", Option("long_rows"), " split needs sentencex"):
         import sentencex
-    except ModuleNotFoundError as error:
-        raise UsageError(
-            Option("long_rows"),
-            f" split needs sentencex, which is not installed; {install_command('sentences')}",
-        ) from error
     # sentencex applies its English rules to languages that it does not know.
     found: list[str] = sentencex.segment("en", well_formed(text))
     return found

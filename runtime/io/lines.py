@@ -18,7 +18,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast
 
-from transferry.runtime.errors import InputError, UsageError, install_command
+from transferry.runtime.errors import InputError, from_extra
 from transferry.runtime.io.whole import Stored, shown_path, unreadable
 
 # Compressions of outputs by suffix: none, gzip, zstd.
@@ -360,12 +360,8 @@ def _unpacker(
 
 
 def _zstandard() -> Any:
-    try:
+    with from_extra("jobs", "zstd needs zstandard", instead=", or use gzip"):
         import zstandard
-    except ModuleNotFoundError as error:
-        raise UsageError(
-            f"zstd needs zstandard, which is not installed; {install_command('jobs')}, or use gzip"
-        ) from error
     return zstandard
 
 

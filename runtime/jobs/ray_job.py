@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from transferry.runtime.engine.engine import Engine
-from transferry.runtime.errors import LOG, InputError, UsageError, install_command
+from transferry.runtime.errors import LOG, InputError, UsageError, from_extra
 from transferry.runtime.hardware import usable_cores
 from transferry.runtime.io.outputs import STANDARD_STREAM
 from transferry.runtime.jobs.distribution import LOST, Call, ChunkRunner, Worker
@@ -390,10 +390,6 @@ def import_ray() -> Any:
     """Returns ray, raises UsageError where it is not installed."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    try:
+    with from_extra("ray", "--engine ray needs Ray"):
         import ray
-    except ModuleNotFoundError as error:
-        raise UsageError(
-            f"--engine ray needs Ray, which is not installed; {install_command('ray')}"
-        ) from error
     return ray

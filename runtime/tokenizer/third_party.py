@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self
 
 import msgspec
 
-from transferry.runtime.errors import InputError, Option, UsageError, install_command
+from transferry.runtime.errors import InputError, Option, UsageError, from_extra
 from transferry.runtime.io.documents import decode
 from transferry.runtime.settings import shown
 from transferry.runtime.tokenizer.chat import PRIVATE_USE, Pieces
@@ -74,14 +74,10 @@ class ThirdPartyTokenizer(AnyTokenizer):
         self.files = {name: files[name] for name in self.names}
         self.special = special
         self.vocabulary_size = vocabulary_size
+        needs = from_extra(self.library, f"the tokenizer needs {self.library}")
         try:
-            with panics_as_errors():
+            with needs, panics_as_errors():
                 largest = max(self._open(), *special.ids(), *special.ends)
-        except ModuleNotFoundError as error:
-            raise UsageError(
-                f"the tokenizer needs {self.library}, which is not installed; "
-                f"{install_command(self.library)}"
-            ) from error
         except (ValueError, RuntimeError, TypeError, AttributeError) as error:
             raise InputError(
                 f"expected a tokenizer that {self.library} reads in {' and '.join(self.names)}, "

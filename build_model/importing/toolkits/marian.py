@@ -26,7 +26,7 @@ from transferry.build_model.importing.huggingface.weights import convert_weights
 from transferry.build_model.importing.imported import Imported
 from transferry.build_model.model.config import ModelConfig
 from transferry.build_model.model.shape import Activation
-from transferry.runtime.errors import InputError, UsageError, install_command
+from transferry.runtime.errors import InputError, UsageError, from_extra
 from transferry.runtime.io.arrays import ARCHIVE_FAULTS
 from transferry.runtime.io.whole import open_regular, read_bytes
 from transferry.runtime.tokenizer.special_tokens import AnyTokenizer, SpecialTokens
@@ -386,13 +386,8 @@ def _vocabulary(folder: Path, options: Settings, decoding: Settings) -> Path:
 
 
 def _own_pieces(path: Path, start: int) -> tuple[AnyTokenizer, int, str]:
-    try:
+    with from_extra("sentencepiece", "the tokenizer needs sentencepiece"):
         import sentencepiece
-    except ModuleNotFoundError as error:
-        raise UsageError(
-            "the tokenizer needs sentencepiece, which is not installed; "
-            f"{install_command('sentencepiece')}"
-        ) from error
     content = read_bytes(path)
     try:
         model = sentencepiece.SentencePieceProcessor(model_proto=content)
@@ -423,12 +418,8 @@ def _ids(path: Path) -> dict[str, int]:
 
 def _yaml(content: str, origin: str, *, typed: bool) -> Mapping[str, Any]:
     """Reads a YAML mapping; untyped, every value is a text."""
-    try:
+    with from_extra("export", "models of Marian need PyYAML"):
         import yaml
-    except ModuleNotFoundError as error:
-        raise UsageError(
-            f"models of Marian need PyYAML, which is not installed; {install_command('export')}"
-        ) from error
     kinds = ("CSafeLoader", "SafeLoader") if typed else ("CBaseLoader", "BaseLoader")
     loader = getattr(yaml, kinds[0], None) or getattr(yaml, kinds[1])
     try:

@@ -17,7 +17,7 @@ from urllib.parse import unquote
 
 from transferry.runtime.engine.result import RowError
 from transferry.runtime.engine.tasks.task import Layout
-from transferry.runtime.errors import InputError, UsageError, install_command
+from transferry.runtime.errors import InputError, from_extra
 from transferry.runtime.io.lines import MOST_LINE, LongLine
 from transferry.runtime.jobs.formats.cells import has_nul, to_json
 from transferry.runtime.jobs.formats.detection import Dialect
@@ -345,15 +345,10 @@ def _told(path: Path | Steady, kind: str, pyarrow: Any) -> Iterator[None]:
 
 def import_pyarrow(kind: str = "Parquet") -> Any:
     """Returns pyarrow, with pyarrow.parquet; raises UsageError where it is not installed."""
-    try:
+    with from_extra("jobs", f"{kind} needs pyarrow", instead=", or use another format"):
         import pyarrow
         import pyarrow.ipc
         import pyarrow.parquet
-    except ModuleNotFoundError as error:
-        raise UsageError(
-            f"{kind} needs pyarrow, which is not installed; {install_command('jobs')}, or use "
-            "another format"
-        ) from error
     return pyarrow
 
 

@@ -12,7 +12,7 @@ from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias, cast
 
-from transferry.runtime.errors import InputError, UsageError, install_command
+from transferry.runtime.errors import InputError, UsageError, from_extra, install_command
 
 # Bytes that are read ahead.
 _BLOCK = 1 << 22
@@ -242,10 +242,6 @@ def _of_a_back_end(error: Exception) -> bool:
 
 def import_fsspec(url: str) -> Any:
     """Returns fsspec; raises UsageError where it is not installed."""
-    try:
+    with from_extra("remote", f"{shown_url(url)} needs fsspec"):
         import fsspec
-    except ModuleNotFoundError as error:
-        raise UsageError(
-            f"{shown_url(url)} needs fsspec, which is not installed; {install_command('remote')}"
-        ) from error
     return fsspec

@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any
 
 from transferry.runtime.engine.result import RowError
-from transferry.runtime.errors import InputError, UsageError, install_command
+from transferry.runtime.errors import InputError, from_extra
 from transferry.runtime.io.whole import unreadable
 from transferry.runtime.jobs.formats.cells import decoded, to_json
 from transferry.runtime.jobs.formats.detection import Dialect
@@ -157,11 +157,6 @@ def _unescaped(found: re.Match[str]) -> str:
 
 
 def _import_openpyxl() -> Any:
-    try:
+    with from_extra("jobs", ".xlsx needs openpyxl", instead=", or save the sheet as CSV"):
         import openpyxl
-    except ModuleNotFoundError as error:
-        raise UsageError(
-            f".xlsx needs openpyxl, which is not installed; {install_command('jobs')}, or save the "
-            "sheet as CSV"
-        ) from error
     return openpyxl

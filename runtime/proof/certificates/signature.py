@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from transferry.runtime.errors import InputError, UsageError, install_command, require
+from transferry.runtime.errors import InputError, UsageError, from_extra, require
 from transferry.runtime.io.whole import read_bytes
 
 if TYPE_CHECKING:
@@ -151,14 +151,10 @@ def load_public_key(path: Path) -> PublicKey:
 
 
 def _load(path: Path, kind: Literal["private", "public"]) -> Any:
-    try:
+    with from_extra("sign", "signatures need cryptography"):
         from cryptography.exceptions import UnsupportedAlgorithm
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric import ec, ed25519
-    except ModuleNotFoundError as error:
-        raise UsageError(
-            f"signatures need cryptography, which is not installed; {install_command('sign')}"
-        ) from error
     content, passphrase = read_bytes(path, MOST_KEY), ""
     key: Any
     try:
