@@ -112,7 +112,7 @@ export class Bundle {
     const { variants } = this.manifest;
     if (!Object.hasOwn(variants, name)) {
       throw new UsageError(
-        `the bundle has no variant ${name}; it has ${Object.keys(variants).join(", ")}`,
+        `the bundle has no variant ${shown(name)}; it has ${Object.keys(variants).join(", ")}`,
       );
     }
     const { cache, graphs, precision } = variants[name];

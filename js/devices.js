@@ -1,6 +1,6 @@
 // Devices that graphs run on, and onnxruntime for each.
 
-import { UsageError } from "./errors.js";
+import { shown, UsageError } from "./errors.js";
 
 /** Devices by name, the default first; node.js has others. Bundlers see the imports. */
 export const devices = {
@@ -20,7 +20,7 @@ export const devices = {
  */
 export async function loadOnnxRuntime(device) {
   if (device !== undefined && !Object.hasOwn(devices, device)) {
-    throw new UsageError(`device must be ${Object.keys(devices).join(" or ")}, found ${device}`);
+    throw new UsageError(`device must be ${Object.keys(devices).join(" or ")}, found ${shown(device)}`);
   }
   const { name, providers, load } = devices[device ?? Object.keys(devices)[0]];
   try {

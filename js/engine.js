@@ -2,7 +2,7 @@
 
 import { Bundle } from "./bundle.js";
 import { DEFAULTS, generationOptions } from "./decoding/options.js";
-import { checkNames, UsageError } from "./errors.js";
+import { checkNames, shown, UsageError } from "./errors.js";
 import { Decoder, Rounds } from "./ort/decoder.js";
 import { Encoder, Graph } from "./ort/graph.js";
 import { loadOnnxRuntime } from "./devices.js";
@@ -51,7 +51,7 @@ export class Engine {
     checkNames(options, LOADING);
     const { variant = "portable", device, session, progress, tokenizer, specialTokens, signal } = options;
     if (![undefined, "as-text", "as-tokens"].includes(specialTokens)) {
-      throw new UsageError(`specialTokens must be as-text or as-tokens, found ${specialTokens}`);
+      throw new UsageError(`specialTokens must be as-text or as-tokens, found ${shown(specialTokens)}`);
     }
     if (options.ort && device !== undefined) {
       throw new UsageError("device has no effect with ort: leave one out");
@@ -227,7 +227,7 @@ export class Engine {
 async function* batches(rows, size = 1) {
   const iterates = typeof (rows?.[Symbol.asyncIterator] ?? rows?.[Symbol.iterator]) === "function";
   if (typeof rows === "string" || !iterates) throw new UsageError("texts must be several, such as a list");
-  if (!Number.isSafeInteger(size) || size < 1) throw new UsageError(`batch must be at least 1, found ${size}`);
+  if (!Number.isSafeInteger(size) || size < 1) throw new UsageError(`batch must be at least 1, found ${shown(size)}`);
   let waiting = [];
   for await (const row of rows) {
     if (waiting.push(row) === size) yield waiting.splice(0);
@@ -236,7 +236,7 @@ async function* batches(rows, size = 1) {
 }
 
 function checkRow(row, name) {
-  if (!(Number.isSafeInteger(row) && row >= 0)) throw new UsageError(`${name} must be a whole number from 0, found ${row}`);
+  if (!(Number.isSafeInteger(row) && row >= 0)) throw new UsageError(`${name} must be a whole number from 0, found ${shown(row)}`);
   return row;
 }
 
@@ -253,7 +253,7 @@ export async function pipeline(task, place, options) {
   const engine = await Engine.load(place, options);
   if (!engine.tasks.includes(task)) {
     await engine.close();
-    throw new UsageError(`the bundle has no task ${task}; its tasks: ${engine.tasks.join(", ")}`);
+    throw new UsageError(`the bundle has no task ${shown(task)}; its tasks: ${engine.tasks.join(", ")}`);
   }
   const method = task.replace(/-./, (found) => found[1].toUpperCase());
   const pairs = task === "rank" || (task === "score" && engine.decoder.hasEncoder);

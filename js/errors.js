@@ -8,23 +8,42 @@ export class UsageError extends Error {
   name = "UsageError";
 }
 
+// Types of options that are no numbers or texts of their own range.
+const functions = { what: "a function", holds: (value) => typeof value === "function" };
+const TYPES = {
+  ort: { what: "onnxruntime", holds: (value) => Boolean(value.InferenceSession) },
+  session: { what: "an object", holds: isPlain },
+  tokenizer: { what: "an object with encode and decode", holds: (value) => ["encode", "decode"].every((name) => functions.holds(value[name])) },
+  signal: { what: "an AbortSignal", holds: (value) => functions.holds(value.throwIfAborted) },
+  prompt: { what: "a name", holds: (value) => typeof value === "string" },
+  ...{ progress: functions, sentences: functions, chat: functions },
+};
+
 /**
- * Refuses options that do not exist, and names the nearest one.
+ * Refuses options that do not exist, and names the nearest one; and those of another type.
  *
  * @param {object} options
  * @param {string[]} known names
  * @throws {UsageError}
  */
 export function checkNames(options, known) {
-  if (options === null || typeof options !== "object") {
-    throw new UsageError(`options must be an object, found ${options}`);
-  }
+  if (!isPlain(options)) throw new UsageError(`options must be an object, found ${shown(options)}`);
   const unknown = Object.keys(options).find((name) => !known.includes(name));
-  if (unknown === undefined) return;
+  if (unknown === undefined) {
+    for (const [name, { what, holds }] of Object.entries(TYPES)) {
+      const value = known.includes(name) ? options[name] ?? null : null;
+      if (value !== null && !holds(value)) throw new UsageError(`${name} must be ${what}, found ${shown(value)}`);
+    }
+    return;
+  }
   const distances = known.map((name) => distance(unknown.toLowerCase(), name.toLowerCase()));
   const least = Math.min(...distances);
   const nearest = least < 4 ? `did you mean ${known[distances.indexOf(least)]}? ` : "";
   throw new UsageError(`there is no option ${unknown.slice(0, 40)}; ${nearest}there are ${known.join(", ")}`);
+}
+
+function isPlain(value) {
+  return value !== null && typeof value === "object" && !Array.isArray(value) && !(value instanceof Map || value instanceof Date);
 }
 
 /** Returns the least number of changed letters between two words (Levenshtein 1966). */

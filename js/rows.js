@@ -67,6 +67,12 @@ export function tokenIds(text, encode) {
   }
 }
 
+/** Throws UsageError for another value than a pair, such as two letters. */
+export function requirePair(row) {
+  if (Array.isArray(row) && row.length === 2) return;
+  throw new UsageError(`expected pairs, such as [text, target], found ${shown(row)}`);
+}
+
 /** Throws RowError for another value than text, such as null. */
 export function requireText(text) {
   if (typeof text !== "string") throw new RowError("no-text", `expected text, found ${shown(text)}`);
@@ -102,7 +108,7 @@ export function textOf(source) {
 /** Throws UsageError for a treatment of long rows that a task does not have. */
 export function checkLongRows(longRows, known = ["error", "truncate"]) {
   if (![undefined, ...known].includes(longRows)) {
-    throw new UsageError(`longRows must be ${known.join(" or ")}, found ${longRows}`);
+    throw new UsageError(`longRows must be ${known.join(" or ")}, found ${shown(longRows)}`);
   }
 }
 

@@ -87,6 +87,7 @@ export function generationOptions(values, base = DEFAULTS, encode) {
   checkNames(values, Object.keys(FIELDS));
   values = Object.fromEntries(Object.entries(values).filter(([, value]) => value !== undefined));
   if (values.suppress && encode) values = suppressing(values, base, encode);
+  checkFields(values);
   const ruledOut = {};
   const sample = values.sample ?? (base.sample && (values.beam ?? 1) === 1);
   if (!sample) {
@@ -102,12 +103,16 @@ export function generationOptions(values, base = DEFAULTS, encode) {
   return options;
 }
 
-function check(options) {
+function checkFields(options) {
   checkNames(options, Object.keys(FIELDS));
   for (const [name, value] of Object.entries(options)) {
     const [, kind] = FIELDS[name];
     if (!kind.holds(value)) throw new UsageError(`${name} must be ${kind.what}, found ${shown(value)}`);
   }
+}
+
+function check(options) {
+  checkFields(options);
   const refuse = (message) => {
     throw new UsageError(message);
   };

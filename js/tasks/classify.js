@@ -1,7 +1,7 @@
 // Labels of texts, of pairs of texts and of tokens: the scores of a model's head.
 
-import { InputError, UsageError } from "../errors.js";
-import { answered, checkLongRows, encodeRow, isBlank, notFinite, prefixed, requireText, RowError, single, tokenIds, tooLong } from "../rows.js";
+import { InputError, shown, UsageError } from "../errors.js";
+import { answered, checkLongRows, encodeRow, isBlank, notFinite, prefixed, requirePair, requireText, RowError, single, tokenIds, tooLong } from "../rows.js";
 
 const AGGREGATIONS = ["none", "simple", "first", "average", "max"];
 
@@ -53,6 +53,7 @@ export function classify(engine, row, { longRows } = {}) {
  */
 export function rank(engine, pair, { longRows } = {}) {
   const head = headOf(engine, "rank");
+  requirePair(pair);
   return headRecord(engine, pair, longRows, (scores) => ({
     score: probabilities(scores, head.rank)[0],
   }));
@@ -69,7 +70,7 @@ export function rank(engine, pair, { longRows } = {}) {
 export function tag(engine, text, { aggregation = "none", longRows } = {}) {
   const { labels } = headOf(engine, "tag");
   if (!AGGREGATIONS.includes(aggregation)) {
-    throw new UsageError(`aggregation must be one of ${AGGREGATIONS.join(", ")}, found ${aggregation}`);
+    throw new UsageError(`aggregation must be one of ${AGGREGATIONS.join(", ")}, found ${shown(aggregation)}`);
   }
   const { tokenizer } = engine.bundle;
   if (!tokenizer.places) {
@@ -105,7 +106,8 @@ function requireWidth(width, { bundle }) {
 }
 
 function headRecord(engine, row, longRows, answer) {
-  const [text, pair] = Array.isArray(row) ? row : [row];
+  const several = Array.isArray(row) && row.length !== 2;
+  const [text, pair] = Array.isArray(row) && !several ? row : [row];
   const { template = [] } = engine.bundle.manifest.head;
   if (template.length && pair === undefined) throw new UsageError("the bundle scores pairs of texts, found one");
   if (!template.length && pair !== undefined && !engine.bundle.tokenizer.special.joinsPairs) {

@@ -1,6 +1,6 @@
 // Embedding of texts: the vector of a model's head, or its hidden states pooled over the tokens.
 
-import { UsageError } from "../errors.js";
+import { shown, UsageError } from "../errors.js";
 import { answered, encodeRow, notFinite, prefixed, Vector } from "../rows.js";
 import { headLimits } from "./classify.js";
 
@@ -15,9 +15,9 @@ import { headLimits } from "./classify.js";
 export function embed(engine, text, { pooling, normalise = false, prompt, longRows } = {}) {
   if (engine.decoder) throw new UsageError("the bundle generates and embeds nothing");
   if (![undefined, "mean", "first", "last"].includes(pooling)) {
-    throw new UsageError(`pooling must be mean, first or last, found ${pooling}`);
+    throw new UsageError(`pooling must be mean, first or last, found ${shown(pooling)}`);
   }
-  if (typeof normalise !== "boolean") throw new UsageError(`normalise must be true or false, found ${normalise}`);
+  if (typeof normalise !== "boolean") throw new UsageError(`normalise must be true or false, found ${shown(normalise)}`);
   const { head } = engine.bundle.manifest;
   if (head?.vectors === "sparse" && pooling === undefined) {
     throw new UsageError("there are no sparse vectors in JavaScript; embed with the Python engine");

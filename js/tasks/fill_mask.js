@@ -1,7 +1,7 @@
 // Filling of masks: the likeliest tokens in the place of each mask of a text.
 
 import { Best, logSumExp } from "../decoding/logits.js";
-import { UsageError } from "../errors.js";
+import { shown, UsageError } from "../errors.js";
 import { answered, checkLongRows, encodeRow, notFinite, RowError } from "../rows.js";
 
 /**
@@ -16,8 +16,8 @@ export function fillMask(engine, text, { mask = "[MASK]", top = 5, longRows } = 
   const { tokenizer } = engine.bundle;
   const { special } = tokenizer;
   if (engine.decoder || special.mask === null) throw new UsageError("the bundle has no mask to fill in");
-  if (!Number.isInteger(top) || top < 1) throw new UsageError(`top must be at least 1, found ${top}`);
-  if (typeof mask !== "string" || !mask) throw new UsageError(`mask must be text of a character or more, found ${mask}`);
+  if (!Number.isSafeInteger(top) || top < 1) throw new UsageError(`top must be at least 1, found ${shown(top)}`);
+  if (typeof mask !== "string" || !mask) throw new UsageError(`mask must be text of a character or more, found ${shown(mask)}`);
   checkLongRows(longRows);
   const encodeMasked = (masked) => tokenizer.encodeMasked(masked.split(mask));
   const longest = tokenizer.longestToken && Math.max(tokenizer.longestToken, mask.length + 1);

@@ -211,7 +211,7 @@ function requestOf(engine, text, options, { row = 0, longRows, ...languages }) {
 
 function encode(engine, text, { row, longRows }, reserve) {
   const { positions } = engine;
-  if (text?.length === 0 && text !== "") {
+  if (Array.isArray(text) && !text.length) {
     throw new RowError("prompt", `expected messages or token ids in row ${row + 1}, found none`);
   }
   if (isChat(text)) return chatIds(engine, text);
@@ -229,7 +229,7 @@ function encode(engine, text, { row, longRows }, reserve) {
 }
 
 function isIds(text) {
-  return Array.isArray(text) && text.length > 0 && text.every(Number.isInteger);
+  return Array.isArray(text) && text.length > 0 && [...text].every(Number.isInteger);
 }
 
 function isChat(text) {

@@ -2,7 +2,7 @@
 
 import { logSumExp } from "../decoding/logits.js";
 import { UsageError } from "../errors.js";
-import { answered, checkLongRows, encodeRow, notFinite, RowError, textOf, tooLong } from "../rows.js";
+import { answered, checkLongRows, encodeRow, notFinite, requirePair, RowError, textOf, tooLong } from "../rows.js";
 
 /**
  * Scores a target given its source, or a text of a decoder-only model.
@@ -16,10 +16,8 @@ export function score(engine, row, { longRows, sourceLanguage, targetLanguage } 
   const { decoder } = engine;
   if (!decoder) throw new UsageError("the bundle is encoder-only and scores nothing");
   const [source, target] = Array.isArray(row) ? row : [row];
-  if (decoder.hasEncoder !== (Array.isArray(row) && row.length > 1)) {
-    const needed = decoder.hasEncoder ? "pairs of a source and a target" : "texts without a target";
-    throw new UsageError(`the bundle scores ${needed}`);
-  }
+  if (decoder.hasEncoder) requirePair(row);
+  else if (Array.isArray(row) && row.length > 1) throw new UsageError("the bundle scores texts without a target");
   checkLongRows(longRows);
   const blank = decoder.hasEncoder ? { target: textOf(target) } : {};
   const { special } = engine.bundle.tokenizer;

@@ -65,8 +65,43 @@ for (const name of ["onnxruntime-node", "onnxruntime-web"]) {
         batched.forEach((record, row) => same(JSON.parse(JSON.stringify(record)), records[row], `batched row ${row}`));
       });
     }
-    for (const engine of engines.values()) await ends(engine);
+    for (const engine of engines.values()) {
+      await refuses(engine);
+      await ends(engine);
+    }
   });
+}
+
+// Rows and options that are refused, or answered as rows without text.
+const ODD = [null, -1, NaN, "", [], ["a"], ["a", "b", "c"], [1, , 2], {}, { role: "user" }, true, 10n, Symbol("x"), () => 1, new Map()];
+
+/** Asserts that odd rows and options end in UsageError, or in a record. */
+async function refuses(engine) {
+  const names = ["batch", "firstRow", "longRows", "sourceLanguage", "mask", "top", "pooling", "normalise", "prompt", "aggregation", "signal"];
+  const rows = (value) => engine.decoder?.hasEncoder ? [["a", value]] : [value];
+  for (const task of engine.tasks) {
+    const answers = async (texts, ...rest) => {
+      const found = [];
+      const method = task.replace(/-./, (letter) => letter[1].toUpperCase());
+      try {
+        for await (const record of engine[method](texts, ...rest)) found.push(record);
+      } catch (error) {
+        assert.equal(error.name, "UsageError", `${task}: ${error.stack}`);
+        return null;
+      }
+      return found;
+    };
+    const given = task === "generate" ? [{ max_length: 1 }] : [];
+    const good = task === "rank" ? [["a", "b"]] : task === "score" ? rows("b c") : ["a"];
+    for (const value of ODD) {
+      await answers([value], ...given);
+      await answers(value, ...given);
+      await answers(good, ...given, value);
+      for (const name of names) await answers(good, ...given, { [name]: value });
+    }
+    if (task === "rank") for (const row of ["a", ["a"], ["a", "b", "c"]]) assert.equal(await answers([row]), null);
+    if (task === "classify") assert.equal((await answers([["a", "b", "c"]]))[0].error.kind, "no-text");
+  }
 }
 
 /** Asserts that a signal ends generation, and that an engine closes once, after what runs on it. */

@@ -203,9 +203,38 @@ test("options that do not exist are refused with the nearest one", async () => {
   await assert.rejects(Engine.load("x", { varient: "portable" }), /did you mean variant\?/);
   await assert.rejects(Bundle.open("file://host/x"), UsageError);
   await assert.rejects(Bundle.open("x", { Tokenizer: {} }), /did you mean tokenizer\?/);
-  await assert.rejects(Engine.load("x", { device: "cpu", ort: {} }), /device has no effect with ort/);
+  await assert.rejects(Engine.load("x", { device: "cpu", ort: { InferenceSession: class {} } }), /device has no effect with ort/);
   await assert.rejects(Engine.load(await folderWith({}), { signal: AbortSignal.abort() }), { name: "AbortError" });
   assert.throws(() => generationOptions({ beams: 4 }), /did you mean beam\?/);
+});
+
+// Values that no option has, and that JavaScript turns into numbers or texts.
+const ODD = [-1, 1.5, NaN, 1e300, "4", "", {}, [], [1.5], [[]], true, 10n, Symbol("x"), () => 1, new Map([[1, 2]]), new Date(0)];
+
+test("options of another type are refused by name", async () => {
+  for (const value of ODD) {
+    const named = (name) => (error) => {
+      assert.equal(error.name, "UsageError", `${name}: ${error}`);
+      assert.ok(error.message.includes(name), `${name}: ${error.message}`);
+      return true;
+    };
+    for (const name of ["ort", "session", "progress", "tokenizer", "sentences", "chat", "signal", "specialTokens"]) {
+      const fits = typeof value === "function" ? ["progress", "sentences", "chat"] : Object.is(Object(value)?.constructor, Object) ? ["session"] : [];
+      if (!fits.includes(name)) await assert.rejects(Engine.load("x", { [name]: value }), named(name));
+    }
+    for (const name of Object.keys(DEFAULTS)) {
+      let made;
+      try {
+        made = generationOptions({ [name]: value });
+      } catch (error) {
+        named(name)(error);
+      }
+      if (made) assert.deepEqual(made[name], value);
+    }
+    if (Object(value)?.constructor === Object) continue;
+    await assert.rejects(Engine.load("x", value), { name: "UsageError" });
+    assert.throws(() => generationOptions(value), { name: "UsageError" });
+  }
 });
 
 test("a vector is a list in JSON", () => {

@@ -1,7 +1,7 @@
 // The common part of tokenizers: special tokens, text that looks like one, and masks; see
 // docs/portability.md.
 
-import { UsageError } from "../errors.js";
+import { shown, UsageError } from "../errors.js";
 import { literal } from "./hugging_face/piece.js";
 
 /**
@@ -93,7 +93,7 @@ export class SpecialTokens {
   language(name) {
     if (!Object.hasOwn(this.languages, name)) {
       const known = Object.keys(this.languages).join(", ") || "none";
-      throw new UsageError(`there is no language ${name}; the bundle's tokenizer has ${known}`);
+      throw new UsageError(`there is no language ${shown(name)}; the bundle's tokenizer has ${known}`);
     }
     return this.languages[name];
   }
