@@ -20,6 +20,7 @@ from transferry.runtime.decoding.strategy import Request
 from transferry.runtime.tokenizer.special_tokens import SpecialTokens
 
 Floats = NDArray[np.floating[Any]]
+_TIE = 1e-13  # nats between tokens of equal logits
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,8 @@ def distance_of_draws(
     Where top k or top p cuts it, tokens near the cut may come and go, with all their mass.
     """
     low, high = min(tokens), max(tokens)
+    # The sampler admits all tokens that tie at a cut; rounding breaks ties, by far more than here.
+    logits = logits - logits.max() - _TIE * np.arange(len(logits))
     weights = Sampler(options, np.zeros((0, 0))).weights(logits[None])[0]
     cumulative = weights.cumsum() / weights.sum()
     below = cumulative[high - 1] - uniform if high else 0.0

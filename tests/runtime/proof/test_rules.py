@@ -85,3 +85,20 @@ def test_many_tokens_at_the_cut_may_all_change_places() -> None:
     assert distance_of_draws(logits, (3, 590), 0.5, options) < 1e-5
     apart = np.linspace(0, 60, 600)
     assert distance_of_draws(apart, (3, 590), 0.5, options) > 1
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_rounding_of_tied_logits_explains_any_draw(seed: int) -> None:
+    """Exact logits tie, and those of two computations differ by 1e-6 nats."""
+    random = np.random.default_rng(seed)
+    logits = np.round(random.normal(0, random.choice([0.0, 0.3, 2.0]), 60), 1)
+    cuts = {"top_p": random.choice([1.0, 0.9, 0.5]), "typical_p": random.choice([1.0, 0.95, 0.5])}
+    cuts |= {"top_k": random.choice([0, 7, 30]), "min_p": random.choice([0.0, 0.2])}
+    options = GenerationOptions(sample=True, **{name: cut.item() for name, cut in cuts.items()})
+    for uniform in random.random(20):
+        sampler = Sampler(options, np.array([[uniform]]))
+        one, other = (
+            int(sampler((logits + random.uniform(-1e-6, 1e-6, 60))[None], np.zeros(1, int), 0)[0])
+            for _ in range(2)
+        )
+        assert one == other or distance_of_draws(logits, (one, other), uniform, options) < 1e-5
