@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -10,16 +12,25 @@ from transferry.runtime.errors import InputError
 
 # Bytes of a page, unpacked.
 MOST_PAGE = 128 << 20
+# Bytes of a signature behind the metadata of a file with encrypted columns, and of the footer's
+# end: its length and a mark.
+_SIGNATURE, _END = 28, 8
 
 
 def require_small_pages(path: Path, metadata: Any) -> None:
-    """Raises InputError for a page that takes more memory than a job may.
+    """Raises InputError for a page that takes more memory than a job may, or encrypted columns.
+
+    Of these pyarrow 26 has no sizes, and ends the process.
 
     Args:
         path: A file.
         metadata: Its metadata, as pyarrow gives them.
     """
     with path.open("rb") as file:
+        file.seek(-_END, os.SEEK_END)
+        (length,) = struct.unpack("<I4x", file.read(_END))
+        if length == metadata.serialized_size + _SIGNATURE:
+            raise InputError(f"{path} has encrypted columns; write it again without encryption")
         for number in range(metadata.num_row_groups):
             group = metadata.row_group(number)
             for chunk in map(group.column, range(group.num_columns)):

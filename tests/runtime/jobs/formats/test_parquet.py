@@ -125,6 +125,28 @@ def test_metadata_that_stays_true_is_kept(tmp_path: Path) -> None:
     assert parquet.read_schema(path).metadata == kept
 
 
+@pytest.mark.parametrize("plain", [True, False])
+def test_encrypted_columns_are_refused(tmp_path: Path, plain: bool) -> None:
+    """pyarrow would end the process over their sizes where the footer is plain."""
+    encryption = pytest.importorskip("pyarrow.parquet.encryption")
+
+    class Keys(encryption.KmsClient):  # type: ignore[name-defined, misc]
+        def __init__(self, _: object) -> None:
+            super().__init__()
+
+        def wrap_key(self, key: bytes, _: str) -> bytes:
+            return key.hex().encode()
+
+    factory, connection = encryption.CryptoFactory(Keys), encryption.KmsConnectionConfig()
+    settings = {"footer_key": "a", "column_keys": {"b": ["text"]}, "plaintext_footer": plain}
+    configuration = encryption.EncryptionConfiguration(**settings)
+    keys = factory.file_encryption_properties(connection, configuration)
+    table = pyarrow.table({"n": [1], "text": ["a"]})
+    parquet.write_table(table, tmp_path / "in.parquet", encryption_properties=keys)
+    with pytest.raises(InputError, match="encrypted"):
+        open_reader(tmp_path / "in.parquet", column="text")
+
+
 @pytest.mark.parametrize("kind", ["timestamp", "string", "dictionary", "null", "float"])
 def test_ids_of_parquet(tmp_path: Path, kind: str) -> None:
     ids = {
