@@ -1,7 +1,10 @@
-"""The command line, called in this process."""
+"""The command line, called in this process, and other Pythons."""
 
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from click.testing import CliRunner, Result
 
@@ -47,6 +50,14 @@ def fails(code: int, message: str, *arguments: str | Path, stdin: bytes = b"") -
     result = call(*arguments, stdin=stdin)
     assert (result.exit_code, message in result.stderr) == (code, True), result.stderr
     return result
+
+
+def python(*arguments: object, code: int = 0, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Runs another Python that must end with an exit code; its output is text."""
+    settings = {"capture_output": True, "text": True, "timeout": PATIENCE} | options
+    done = subprocess.run([sys.executable, *map(str, arguments)], check=False, **settings)
+    assert done.returncode == code, f"{done.stdout}{done.stderr}"
+    return done
 
 
 def changed(given: Sequence[str | Path], *options: str) -> list[str | Path]:

@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import torch
 from ctranslate2_model import CTranslate2Model, write_ctranslate2
 from rounds import compare, fastest, interleaved, processor
 from sentences import Answer, engine_answers, fixed_sentences, search_options
+from tests.commands import python
 from throughput import Side
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint
 from transferry.build_model.model.transformer import Transformer
@@ -216,14 +215,7 @@ def test_ratios_are_of_medians_and_of_rounds() -> None:
 
 def printed(script: str, *arguments: Path | str) -> list[str]:
     """Runs a benchmark as a process; returns the lines that it prints, the last of them JSON."""
-    result = subprocess.run(
-        [sys.executable, str(CHECKOUT / "benchmarks" / script), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout.splitlines()
+    return python(CHECKOUT / "benchmarks" / script, *arguments).stdout.splitlines()
 
 
 @pytest.mark.optional("ctranslate2")

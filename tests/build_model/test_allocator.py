@@ -1,9 +1,10 @@
 """Memory that glibc keeps for the next allocation, or returns to the system."""
 
-import subprocess
 import sys
 
 import pytest
+
+from tests.commands import python
 
 # A process of its own: pytest's has freed blocks of its own, and parameters set by other tests.
 PROGRAM = """
@@ -40,10 +41,7 @@ print(mebibytes() - before)
     [("freed_memory_kept", 64, True), ("large_blocks_returned", 16, False)],
 )
 def test_freed_memory_is_kept_or_returned(name: str, size: int, keeps: bool) -> None:
-    ran = subprocess.run(
-        [sys.executable, "-c", PROGRAM, name, str(size)], capture_output=True, text=True
-    )
-    assert ran.returncode == 0, ran.stderr
+    ran = python("-c", PROGRAM, name, size)
     meanwhile, after, small = map(float, ran.stdout.split())
     if keeps:
         assert meanwhile >= size - 2

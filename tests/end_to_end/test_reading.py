@@ -11,8 +11,6 @@ import io
 import json
 import lzma
 import random
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -21,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from tests.commands import PATIENCE, call, done
+from tests.commands import call, done, python
 from tests.end_to_end.files import HARD_TEXTS
 from tests.runtime.jobs.helpers import Echo, read_records
 from transferry.runtime.engine.result import RowError
@@ -319,13 +317,7 @@ def test_a_row_of_any_length_takes_little_memory(tmp_path: Path) -> None:
         "    print(rows[0], 'malformed' in rows[1], rows[-1])\n"
         "print(peak() - before)\n"
     )
-    told = subprocess.run(
-        [sys.executable, "-c", code, *(str(tmp_path / name) for name in files)],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=True,
-    ).stdout.splitlines()
+    told = python("-c", code, *(tmp_path / name for name in files)).stdout.splitlines()
     assert told[:2] == ["one True two"] * 2
     assert told[2].startswith("one True")
     assert int(told[3]) < 64 << 10

@@ -3,8 +3,6 @@
 import errno
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 
+from tests.commands import python
 from tests.export.conftest import exported
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.export import bundle as export
@@ -82,13 +81,8 @@ contents = bundle.Contents(load_samples(run))
 bundle.export_bundle(load_checkpoint(run), out, contents, prove=lambda *given: None)
 """
     out = tmp_path / "elsewhere"
-    subprocess.run(
-        [sys.executable, "-c", script, str(run_folder), str(out)],
-        env={**os.environ, "PYTHONHASHSEED": "4711"},
-        cwd=tmp_path,
-        check=True,
-        capture_output=True,
-    )
+    environment = {**os.environ, "PYTHONHASHSEED": "4711"}
+    python("-c", script, run_folder, out, env=environment, cwd=tmp_path)
     assert files_of(out) == files_of(bundle_folder)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import transferry
-from tests.commands import PATIENCE
+from tests.commands import PATIENCE, python
 from transferry.runtime import stopping
 
 
@@ -145,11 +145,6 @@ before = set(sys.modules)
 import transferry.runtime.stopping
 print(*(set(sys.modules) - before))
 """
-    loaded = subprocess.run(
-        [sys.executable, "-S", "-c", script],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
-    ).stdout.split()
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    loaded = python("-S", "-c", script, env=environment).stdout.split()
     assert not set(loaded) & {"click", "typing", "pathlib", "re", "threading", "dataclasses"}

@@ -2,14 +2,13 @@
 
 import hashlib
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import tiktoken
 from tiktoken.registry import ENCODINGS
 
+from tests.commands import python
 from transferry.build_model.train.vocabulary import cut_encoding, train_bpe
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.tokenizer.byte_pair import Tokenizer
@@ -80,11 +79,8 @@ def test_the_same_lines_give_the_same_bytes_in_every_process(tmp_path: Path) -> 
     for seed in ("1", "2"):
         folder = tmp_path / seed
         folder.mkdir()
-        subprocess.run(
-            [sys.executable, "-c", SAVE_IN_ANOTHER_PROCESS, str(corpus), str(folder)],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            check=True,
-        )
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        python("-c", SAVE_IN_ANOTHER_PROCESS, corpus, folder, env=environment)
         files = sorted(folder.iterdir())
         digests.add(hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest())
     assert len(digests) == 1

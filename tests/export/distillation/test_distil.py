@@ -4,8 +4,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ from typing import Any
 import pytest
 import sacrebleu
 
-from tests.commands import call, changed, done
+from tests.commands import call, changed, done, python
 from tests.export.distillation.killed_distil import STUDENT
 from tests.threads import torch_threads
 from transferry.build_model.checkpoint import load_checkpoint
@@ -161,16 +159,9 @@ def test_what_is_said(given: list[str | Path], run: Path) -> None:
 def test_killed_in_every_phase_it_ends_with_the_same_bytes(
     bundle_folder: Path, corpus: list[str], whole: Path, tmp_path: Path
 ) -> None:
-    program = [sys.executable, "-m", "tests.export.distillation.killed_distil"]
-    ended = subprocess.run(
-        [*program, str(bundle_folder), corpus[1], corpus[3], str(tmp_path / "cut")],
-        cwd=CHECKOUT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    program = "-m", "tests.export.distillation.killed_distil"
+    given = bundle_folder, corpus[1], corpus[3], tmp_path / "cut"
+    ended = python(*program, *given, cwd=CHECKOUT, env={**os.environ, "OMP_NUM_THREADS": "1"})
     # The killed phase, saved chunks, and whether there are answers, pairs and a state.
     assert ended.stdout.splitlines() == [
         "append 0 False False False",

@@ -2,7 +2,6 @@
 
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.commands import python
 from transferry.build_model.train.corpus import builtin_pairs
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.decoding.batching import BatchOptions
@@ -217,15 +217,10 @@ try:
 except KeyboardInterrupt:
     print("interrupted")
 """
-    result = subprocess.run(
-        [sys.executable, "-c", script, str(bundle_folder)],
-        capture_output=True,
-        text=True,
-        check=False,
-        # A shell starts background jobs, this test run perhaps, with SIGINT ignored.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    assert (result.stdout.split(), result.returncode) == (["2", "interrupted"], 0), result.stderr
+    # A shell starts background jobs, this test run perhaps, with SIGINT ignored.
+    usual = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
+    result = python("-c", script, bundle_folder, preexec_fn=usual)
+    assert result.stdout.split() == ["2", "interrupted"], result.stderr
 
 
 def test_another_variant_is_refused(fast_bundle_folder: Path) -> None:

@@ -1,8 +1,6 @@
 """The graphs as a decoder: the cache is a value, and it always belongs to the right rows."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +9,7 @@ import pytest
 from numpy.typing import NDArray
 from onnxruntime.capi import onnxruntime_pybind11_state as native
 
+from tests.commands import python
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.errors import InputError
 from transferry.runtime.ort.portable_decoder import PortableDecoder
@@ -99,8 +98,7 @@ except AllocationError as error:
     print(error)
 decoder.start(source[:9], mask[:9])
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = python("-c", script)
     assert done.stdout.startswith("there is not enough memory to run portable/encoder.onnx: Error")
     assert done.stdout.endswith("Make batches smaller\n")
 

@@ -1,8 +1,6 @@
 """A key signs the same bytes the same way, and a file that holds no such key is named."""
 
 import hashlib
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ from cryptography.hazmat.primitives.serialization import (
     PublicFormat,
 )
 
+from tests.commands import python
 from tests.runtime.proof.keys import RFC_6979, key_files, pem, public_pem
 from transferry.runtime.errors import InputError, UsageError, install_command
 from transferry.runtime.proof.certificates.signature import (
@@ -162,7 +161,7 @@ try:
 except UsageError as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    done = python("-c", script)
     assert done.stdout == (
         f"signatures need cryptography, which is not installed; {install_command('sign')}\n"
     ), done.stderr

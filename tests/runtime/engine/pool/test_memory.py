@@ -1,8 +1,6 @@
 """Batches that memory has no room for: the same answers, or an error that names the cause."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from tests.commands import python
 from tests.runtime.engine.searches import SEARCHES
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.decoding.batching import BatchOptions
@@ -84,14 +83,7 @@ print(json.dumps([back, [repr(result.hypotheses) for result in results]]))
 """
 
     def answered(rows: int, limit: int) -> tuple[list[int], list[str]]:
-        done = subprocess.run(
-            [sys.executable, "-c", script, str(rows), str(limit)],
-            input=json.dumps(texts),
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
+        done = python("-c", script, rows, limit, input=json.dumps(texts))
         back, hypotheses = json.loads(done.stdout)
         return back, hypotheses
 

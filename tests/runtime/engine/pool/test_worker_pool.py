@@ -1,8 +1,6 @@
 """Rows come back in order, whatever order they are computed in; every way out ends the threads."""
 
 import random
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -10,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 
-from tests.commands import PATIENCE
+from tests.commands import PATIENCE, python
 from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.engine.preprocess import WorkItem
 from transferry.runtime.engine.worker_pool import Take, Worker, WorkQueue, batch_worker, in_order
@@ -290,10 +288,8 @@ stream = in_order(iter(int, 1), lambda items: [WorkItem(item, 1) for item in ite
                   [batch_worker(list)] * 2, 2, BatchOptions(window=4))
 print(next(stream))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")
+    done = python("-c", script)
+    assert (done.stdout, done.stderr) == ("0\n", "")
 
 
 STRESS = """
@@ -334,10 +330,8 @@ print(interrupted)
 @pytest.mark.parametrize("seed", range(3))
 def test_a_pipeline_that_is_interrupted_anywhere_ends(seed: int) -> None:
     """A program of its own: where it hangs, it can be ended."""
-    command = [sys.executable, "-c", STRESS, str(seed), "300"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     # Python may say that it ignored a KeyboardInterrupt, in a callback of a weak reference.
-    assert done.returncode == 0, done.stderr
+    done = python("-c", STRESS, seed, 300)
     assert int(done.stdout) > 100, "many are interrupted before their end"
 
 

@@ -9,8 +9,6 @@ import importlib
 import json
 import os
 import re
-import subprocess
-import sys
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -20,7 +18,7 @@ from urllib.parse import parse_qs, unquote, urlparse
 
 import pytest
 
-from tests.commands import PATIENCE
+from tests.commands import PATIENCE, python
 
 # For `tests` in another process.
 CHECKOUT, PATHS = Path(__file__).parents[4], os.environ.get("PYTHONPATH", "").split(os.pathsep)
@@ -65,15 +63,8 @@ for url in sys.argv[1:]:
 
 def read(urls: list[str], script: str = READ, **settings: str) -> list[list[str] | str]:
     """Returns the rows of each URL, or the error."""
-    done = subprocess.run(
-        [sys.executable, "-c", script, *urls],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(CHECKOUT), *PATHS])} | settings,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    paths = {"PYTHONPATH": os.pathsep.join([str(CHECKOUT), *PATHS])}
+    done = python("-c", script, *urls, env=os.environ | paths | settings)
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
