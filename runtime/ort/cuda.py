@@ -45,7 +45,7 @@ class CudaObstacle:
 
     missing: str
     remedy: str
-    gpu_present: bool
+    gpu_present: bool = True
 
 
 def cuda_obstacle(device_id: int = 0) -> CudaObstacle | None:
@@ -72,13 +72,11 @@ def cuda_obstacle(device_id: int = 0) -> CudaObstacle | None:
             f"device {device_id} does not exist: the driver offers {driver.devices}, "
             "counted from 0",
             f"choose a device id from 0 to {driver.devices - 1}",
-            gpu_present=True,
         )
     if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
         return CudaObstacle(
             f"this build of onnxruntime {onnxruntime.__version__} has no CUDA in it",
             f"pip uninstall --yes onnxruntime && {install_command('cuda')}",
-            gpu_present=True,
         )
     built_for = int(onnxruntime.cuda_version.split(".")[0])
     if driver.cuda_major < built_for:
@@ -86,12 +84,9 @@ def cuda_obstacle(device_id: int = 0) -> CudaObstacle | None:
             f"the NVIDIA driver supports CUDA {driver.cuda_major}, and onnxruntime "
             f"{onnxruntime.__version__} needs CUDA {built_for}",
             "update the NVIDIA driver",
-            gpu_present=True,
         )
     if complaint := _preload_cuda_libraries():
-        return CudaObstacle(
-            f"CUDA's libraries are missing: {complaint}", install_command("cuda"), gpu_present=True
-        )
+        return CudaObstacle(f"CUDA's libraries are missing: {complaint}", install_command("cuda"))
     return None
 
 
@@ -106,7 +101,6 @@ def tensorrt_obstacle(device_id: int = 0) -> CudaObstacle | None:
         return CudaObstacle(
             f"this build of onnxruntime {onnxruntime.__version__} has no TensorRT in it",
             "install onnxruntime-gpu from PyPI, or use --provider cuda",
-            gpu_present=True,
         )
     missing = [name for name in _TENSORRT_LIBRARIES if _tensorrt_library(name) is None]
     if not missing:
@@ -115,7 +109,6 @@ def tensorrt_obstacle(device_id: int = 0) -> CudaObstacle | None:
     return CudaObstacle(
         f"TensorRT's libraries are missing: {', '.join(missing)}",
         f'pip install "{package}" and {install_command("cuda")}, or use --provider cuda',
-        gpu_present=True,
     )
 
 
