@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import importlib.metadata
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,6 +35,7 @@ from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.manifest import MANIFEST, Manifest
 from transferry.runtime.bundle.specs import PORTABLE, REFERENCE, Variant
 from transferry.runtime.errors import LOG, ParityError
+from transferry.runtime.installation import installed_versions
 from transferry.runtime.io.atomic import atomic_file
 from transferry.runtime.io.folders import replace_folder, staged_folder
 from transferry.runtime.io.outputs import require_new
@@ -359,10 +359,7 @@ def _sources(checkpoint: Checkpoint, texts: Sequence[str]) -> list[list[int]]:
 def _manifest(checkpoint: Checkpoint, variants: Mapping[str, Variant], folder: Path) -> Manifest:
     """Returns the manifest of the files in a folder."""
     config = checkpoint.model.config
-    versions = {}
-    for name in MADE_BY:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
+    versions = installed_versions(*MADE_BY)
     needed = any(Precision.of(variant.precision).kernels for variant in variants.values())
     if needed and not kernels().remedy:  # the variant was verified with it
         versions["transferry-kernels"] = kernels().version

@@ -19,8 +19,10 @@ from numpy.typing import NDArray
 from transferry.runtime.errors import ProviderError, install_command
 from transferry.runtime.hardware import instruction_sets, usable_cores
 from transferry.runtime.installation import (
-    installed_onnxruntime,
+    CPU,
+    GPU,
     installed_version,
+    installed_versions,
     onnxruntime_fault,
 )
 from transferry.runtime.io.folders import temporary_folder
@@ -176,7 +178,7 @@ def _product_error(multiply: Multiply) -> float:
 
 
 def _check_onnxruntime() -> Check:
-    installed, failure = installed_onnxruntime(), ""
+    installed, failure = installed_versions(CPU, GPU), ""
     try:
         from transferry.runtime.ort.session import onnxruntime_build
     except ProviderError as reason:

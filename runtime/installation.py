@@ -21,9 +21,9 @@ def installed_version(distribution: str) -> str | None:
         return None
 
 
-def installed_onnxruntime() -> dict[str, str]:
-    """Version of each installed distribution of onnxruntime."""
-    found = {name: installed_version(name) for name in (CPU, GPU)}
+def installed_versions(*distributions: str) -> dict[str, str]:
+    """Version of each distribution that is installed."""
+    found = {name: installed_version(name) for name in distributions}
     return {name: version for name, version in found.items() if version}
 
 

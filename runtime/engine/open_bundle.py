@@ -32,7 +32,6 @@ from transferry.runtime.engine.preprocess import (
     Preprocessor,
     Row,
     WorkItem,
-    sentences_version,
 )
 from transferry.runtime.engine.processes import Parts, Processes
 from transferry.runtime.engine.prompts import Encodable, Prompt, encode_prompt
@@ -47,6 +46,7 @@ from transferry.runtime.engine.worker_pool import (
 )
 from transferry.runtime.errors import Option, UsageError
 from transferry.runtime.hardware import usable_cores
+from transferry.runtime.installation import installed_version
 from transferry.runtime.ort.encoder import EncoderModel
 from transferry.runtime.ort.open_model import ServedDecoder, ServedModel
 from transferry.runtime.ort.session import SessionOptions
@@ -347,7 +347,7 @@ class OpenBundle:
             "devices": len(self.models),
             "replicas": self.replicas,
             "processes": 1 + (self._processes.count if self._processes else 0),
-            "sentencex": sentences_version(),
+            "sentencex": installed_version("sentencex") or "none",  # where texts are split
             **({"special_tokens": "as-tokens"} if self.bundle.tokenizer.reads_special else {}),
             **self.model.describe(),
         }

@@ -4,7 +4,6 @@ A text that is too long is an error, or truncated, or split into pieces that are
 one.
 """
 
-import importlib.metadata
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -347,14 +346,6 @@ def sentences(text: str) -> list[str]:
     # sentencex applies its English rules to languages that it does not know.
     found: list[str] = sentencex.segment("en", well_formed(text))
     return found
-
-
-def sentences_version() -> str:
-    """Returns the version of sentencex, which determines where texts are split; or "none"."""
-    try:
-        return importlib.metadata.version("sentencex")
-    except importlib.metadata.PackageNotFoundError:
-        return "none"
 
 
 def _words(text: str) -> list[str]:

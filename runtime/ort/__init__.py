@@ -13,7 +13,7 @@ import sys
 import warnings
 
 from transferry.runtime.errors import ProviderError
-from transferry.runtime.installation import installed_onnxruntime, onnxruntime_fault
+from transferry.runtime.installation import CPU, GPU, installed_versions, onnxruntime_fault
 
 TELEMETRY_SWITCH = "ORT_DISABLE_TELEMETRY"
 
@@ -29,6 +29,6 @@ os.environ.setdefault(TELEMETRY_SWITCH, "1")
 try:
     from onnxruntime import InferenceSession as InferenceSession
 except (ImportError, OSError, AttributeError) as error:
-    fault = onnxruntime_fault(installed_onnxruntime(), " ".join(str(error).split()))
+    fault = onnxruntime_fault(installed_versions(CPU, GPU), " ".join(str(error).split()))
     found, remedy = fault or (str(error), "transferry doctor")
     raise ProviderError(f"onnxruntime: {found}; {remedy}") from error
