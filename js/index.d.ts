@@ -291,12 +291,29 @@ type Of<Method extends (...values: any) => AsyncGenerator<any, void>> =
   Parameters<Method> extends [Several<infer Row>, ...infer Options]
     ? Answers<Row, ReturnType<Method> extends AsyncGenerator<infer Result, void> ? Result : never, Options>
     : never;
+type How<Method extends (...values: any) => unknown> =
+  Parameters<Method> extends [unknown, ...infer Options] ? Options : never;
+/** Answers where two texts in a list are two rows. */
+export interface TextAnswers<Row, Result, Options extends unknown[]> {
+  (row: string, ...options: Options): Promise<Result>;
+  (rows: Row[], ...options: Options): Promise<Result[]>;
+  engine: Engine;
+  close(): Promise<void>;
+}
+/** Answers where two texts in a list are a pair for an encoder-decoder, two rows for other models. */
+export interface ScoreAnswers {
+  (row: string, ...options: How<Engine["score"]>): Promise<ScoreRecord>;
+  (row: [string, string], ...options: How<Engine["score"]>): Promise<ScoreRecord | ScoreRecord[]>;
+  (rows: (string | [string, string])[], ...options: How<Engine["score"]>): Promise<ScoreRecord[]>;
+  engine: Engine;
+  close(): Promise<void>;
+}
 export interface Tasks {
   generate: Of<Engine["generate"]>;
-  score: Of<Engine["score"]>;
+  score: ScoreAnswers;
   embed: Of<Engine["embed"]>;
   "fill-mask": Of<Engine["fillMask"]>;
-  classify: Of<Engine["classify"]>;
+  classify: TextAnswers<string | [string, string], ClassifiedRecord, How<Engine["classify"]>>;
   rank: Of<Engine["rank"]>;
   tag: Of<Engine["tag"]>;
 }
