@@ -250,15 +250,14 @@ def _case_problem(case: Case, recorded: Truth, oracle: Oracle) -> str:
 
 def _search_problem(item: RecordedSearch, sources: Sequence[Sequence[int]], oracle: Oracle) -> str:
     """Describes the first answer that is neither torch's nor tied with it, or a wrong score."""
-    special = oracle.special
     try:
         options = generation_options(item.options)
-        answers = search(oracle.reference, sources, options, special)
+        answers = search(oracle.reference, sources, options, oracle.special)
     except TransferryError as error:
         return f"{item.name}: {error}"
     if not len(sources) == len(item.answers) == len(item.scores):
         return f"{item.name}: expected answers to {len(sources)} sources"
-    recorded = item.hypotheses(special)
+    recorded = item.hypotheses
     explainer = replace(oracle.explainer(oracle.exact, options), tolerance=Tolerance())
     for row, (source, wanted, found) in enumerate(zip(sources, answers, recorded, strict=True)):
         if len(found) != len(wanted):

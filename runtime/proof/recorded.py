@@ -65,8 +65,7 @@ class RecordedSearch:
         scores: The float64 oracle's score of each hypothesis.
         score_error: torch's own error of each score, in nats; in a bundle written before it was
             measured by answer one for all.
-        ends: The end token of each hypothesis, None without one; empty in a bundle written before
-            models could have several.
+        ends: The end token of each hypothesis, None without one.
     """
 
     name: str
@@ -74,7 +73,7 @@ class RecordedSearch:
     answers: Sequence[Sequence[Sequence[int]]]
     scores: Sequence[Sequence[float]]
     score_error: float | Sequence[Sequence[float]]
-    ends: Sequence[Sequence[int | None]] = ()
+    ends: Sequence[Sequence[int | None]]
 
     @property
     def exact(self) -> list[list[ExactScore]]:
@@ -85,19 +84,15 @@ class RecordedSearch:
         pairs = zip(self.scores, owns, strict=True)
         return [[ExactScore(*each) for each in zip(*row, strict=True)] for row in pairs]
 
-    def hypotheses(self, special: SpecialTokens) -> list[list[Hypothesis]]:
-        """Returns the recorded answers with the oracle's scores, best first."""
-        longest = generation_options(self.options).max_length
-        ends = self.ends or [
-            [special.eos_id if len(tokens) < longest else None for tokens in row]
-            for row in self.answers
-        ]
+    @property
+    def hypotheses(self) -> list[list[Hypothesis]]:
+        """The recorded answers with the oracle's scores, best first."""
         return [
             [
                 Hypothesis(tuple(tokens), score, score, "length" if end is None else "end", end=end)
                 for tokens, score, end in zip(*row, strict=True)
             ]
-            for row in zip(self.answers, self.scores, ends, strict=True)
+            for row in zip(self.answers, self.scores, self.ends, strict=True)
         ]
 
 

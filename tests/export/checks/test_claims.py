@@ -216,13 +216,13 @@ def test_another_record_is_told(name: str, bundle: Bundle, oracle: Oracle, tmp_p
 def test_another_end_with_its_own_score_is_told(
     bundle: Bundle, oracle: Oracle, tmp_path: Path
 ) -> None:
-    special, reference = oracle.special, Reference.load(bundle.folder / REFERENCE)
+    reference = Reference.load(bundle.folder / REFERENCE)
 
     def ended(item: RecordedSearch) -> RecordedSearch:
         pairs = zip(item.answers, item.ends, strict=True)
         # An answer without any token has no score.
         ends = [[None if tokens else end for tokens, end in zip(*p, strict=True)] for p in pairs]
-        given = reference.sources, replace(item, ends=ends).hypotheses(special)
+        given = reference.sources, replace(item, ends=ends).hypotheses
         found = oracle.scores(*given, GenerationOptions(**item.options))
         scores = [[one.score for one in row] for row in found]
         return replace(item, ends=ends, scores=scores)

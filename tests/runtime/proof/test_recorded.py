@@ -194,7 +194,7 @@ def test_another_token_is_a_defect(bundle: Bundle, recorded: Reference) -> None:
 
 def test_an_empty_record_proves_nothing(bundle: Bundle) -> None:
     decoder = PortableDecoder(bundle, bundle.variant(), SessionOptions())
-    found = report(Reference((), (), (RecordedSearch("greedy", {}, (), (), 1e-7),)), decoder)
+    found = report(Reference((), (), (RecordedSearch("greedy", {}, (), (), 1e-7, ()),)), decoder)
     first, second = found.faults
     assert first == "no tensor was compared"
     assert second.startswith("greedy: 0 of 0 rows agree")
