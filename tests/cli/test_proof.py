@@ -14,14 +14,11 @@ import pytest
 from click.testing import Result
 
 from tests.commands import FEW, call, done, fails
+from tests.runtime.proof.certified import DATE, spoil
 from tests.runtime.proof.keys import key_files, model_signing
-from transferry.runtime.decoding.decoder import StepOutput
 from transferry.runtime.errors import ParityError
-from transferry.runtime.ort.portable_decoder import PortableDecoder
 from transferry.runtime.proof.certificates.certificate import LEAST_ROWS
 from transferry.runtime.proof.certificates.signature import load_public_key
-
-DATE = "2026-11-21"
 
 
 @pytest.fixture
@@ -55,18 +52,6 @@ def lines(run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         encoding="utf-8",
     )
     return path
-
-
-def spoil(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
-    """Multiplies the logits of a bundle that is opened as it is served."""
-    step = PortableDecoder.step
-
-    def wrong(self: PortableDecoder, tokens: Any, state: Any, **wanted: Any) -> Any:
-        output, later = step(self, tokens, state)
-        spoiled = 1.0 if self.options.optimisation == "disable" else factor
-        return StepOutput(output.all_logits * spoiled), later
-
-    monkeypatch.setattr(PortableDecoder, "step", wrong)
 
 
 def test_from_a_proof_to_a_result_that_cites_it(

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from transferry.runtime.decoding.decoder import StepOutput
+from tests.runtime.proof.certified import spoil
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.preprocess import LongRows
 from transferry.runtime.engine.result import RowError
@@ -18,7 +18,6 @@ from transferry.runtime.jobs.canary import Canary
 from transferry.runtime.jobs.job import Job
 from transferry.runtime.jobs.job_options import JobOptions
 from transferry.runtime.ort.encoder import EncoderModel
-from transferry.runtime.ort.portable_decoder import PortableDecoder
 
 
 @pytest.fixture
@@ -100,18 +99,6 @@ def test_an_unreadable_row_is_not_computed_again(bundle_folder: Path, lines: Pat
     (row,) = done.engine.generate([error])
     done.canary.check(0, row, error)
     assert done.canary.tally()["canaries_identical"] == 1
-
-
-def spoil(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
-    """Multiplies the logits of a decoder that is served."""
-    step = PortableDecoder.step
-
-    def wrong(self: PortableDecoder, tokens: Any, state: Any, **wanted: Any) -> Any:
-        output, later = step(self, tokens, state)
-        served = self.options.optimisation != "disable"
-        return StepOutput(output.all_logits * np.float32(factor if served else 1.0)), later
-
-    monkeypatch.setattr(PortableDecoder, "step", wrong)
 
 
 @pytest.mark.parametrize(

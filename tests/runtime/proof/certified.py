@@ -6,11 +6,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.manifest import MANIFEST
 from transferry.runtime.bundle.specs import IN_PLACE, CacheSpec
+from transferry.runtime.decoding.decoder import StepOutput
 from transferry.runtime.io.whole import sha256
 from transferry.runtime.ort.open_model import open_model
+from transferry.runtime.ort.portable_decoder import PortableDecoder
 from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.proof.certificates.certificate import Certificate
 from transferry.runtime.proof.certificates.envelope import FOLDER, REPORT, Envelope
@@ -112,3 +116,15 @@ def with_variants(folder: Path, *names: str) -> Bundle:
     manifest = dataclasses.replace(bundle.manifest, variants=variants)
     (folder / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
     return Bundle.load(folder)
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
+    """From now on, multiplies the logits of a bundle that is opened as it is served."""
+    step = PortableDecoder.step
+
+    def wrong(self: PortableDecoder, tokens: Any, state: Any, **wanted: Any) -> Any:
+        output, later = step(self, tokens, state)
+        spoiled = 1.0 if self.options.optimisation == "disable" else factor
+        return StepOutput(output.all_logits * spoiled), later
+
+    monkeypatch.setattr(PortableDecoder, "step", wrong)

@@ -16,13 +16,13 @@ from tests.runtime.proof.certified import (
     file_of,
     remake_manifest,
     rewrite,
+    spoil,
     verified,
     with_variants,
 )
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.manifest import MANIFEST, Manifest
 from transferry.runtime.decoding.batching import BatchOptions
-from transferry.runtime.decoding.decoder import StepOutput
 from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.tasks.score import Score, ScoreOptions
@@ -171,16 +171,8 @@ def test_on_another_processor_the_recorded_answers_are_computed_again(
 def test_another_processor_that_answers_otherwise_is_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from transferry.runtime.ort.portable_decoder import PortableDecoder
-
     on_another_processor(monkeypatch)
-    step = PortableDecoder.step
-
-    def wrong(self: PortableDecoder, tokens: Any, state: Any, **wanted: Any) -> Any:
-        output, after = step(self, tokens, state)
-        return StepOutput(output.all_logits * 1.001), after
-
-    monkeypatch.setattr(PortableDecoder, "step", wrong)
+    spoil(monkeypatch, 1.001)
     required: tuple[Strength | bool, ...] = ("recorded", False)
     for require in required:
         with pytest.raises(ParityError, match="does not answer as torch does"):
