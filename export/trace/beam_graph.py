@@ -74,9 +74,7 @@ class BeamGraph(SearchGraph):
     def _row_of_each_beam(self, value: ir.Value, batch: ir.Value) -> ir.Value:
         main = self.main
         if self._sentences is None:
-            zero, one = main.of(0, flat=False), main.of(1, flat=False)
-            rows = main.op("Squeeze", [main.op("Mul", [batch, main.of(self.beam)]), main.of(0)])
-            numbers = main.op("Range", [zero, rows, one])
+            numbers = main.range(main.op("Mul", [batch, main.of(self.beam)]))
             self._sentences = main.op("Div", [numbers, main.of(self.beam)])
         return main.op("Gather", [value, self._sentences], {"axis": 0})
 
@@ -138,7 +136,7 @@ class BeamGraph(SearchGraph):
         complete = step.op("And", [step.unsqueezed(full, 1), self._first(exists)])
         complete = step.op("Or", [complete, self._first(ends)])
         # Rows of the parents: those of a sentence follow each other.
-        sentence = self._numbers(step.size(values, 0))
+        sentence = step.range(step.size(values, 0))
         base = step.unsqueezed(step.op("Mul", [sentence, step.of(beam)]), 1)
         rows = step.op("Add", [base, parents])
         candidates = values, rows, tokens
@@ -147,7 +145,7 @@ class BeamGraph(SearchGraph):
         # The first candidates that do not end go on.
         count = step.size(values, 1)
         later = step.op("Mul", [step.integers(ends), count])
-        keys = step.op("Add", [later, self._numbers(count)])
+        keys = step.op("Add", [later, step.range(count)])
         _, place = step.op_multi_out(
             "TopK", [keys, step.of(beam)], {"axis": 1, "largest": 0}, num_outputs=2
         )
@@ -332,9 +330,3 @@ class BeamGraph(SearchGraph):
         """Returns the first columns, as many as there are beams."""
         step = self.step
         return step.columns(value, 0, self.beam)
-
-    def _numbers(self, count: ir.Value) -> ir.Value:
-        """Returns 0, 1, 2, ... up to a count `[1]`."""
-        step = self.step
-        zero, one = step.of(0, flat=False), step.of(1, flat=False)
-        return step.op("Range", [zero, step.op("Squeeze", [count, step.of(0)]), one])

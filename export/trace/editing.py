@@ -168,7 +168,8 @@ class Tape(ir.tape.Tape):
         return self.op("GatherElements", [value, places], {"axis": 1})
 
     def range(self, count: ir.Value) -> ir.Value:
-        """Returns 0, 1, 2, ... up to a scalar count."""
+        """Returns 0, 1, 2, ... up to a count `[1]`."""
+        count = self.op("Squeeze", [count, self.of(0)])
         return self.op("Range", [self.of(0, flat=False), count, self.of(1, flat=False)])
 
     def unsqueezed(self, value: ir.Value, axis: int) -> ir.Value:

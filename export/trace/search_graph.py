@@ -189,7 +189,7 @@ class SearchGraph(ABC):
     def _prompt(self, source: ir.Value, mask: ir.Value) -> ir.Value:
         """Moves the tokens of each row to the right, after padding of -1."""
         main, columns = self.main, self.main.size(source, 1)
-        places = main.range(main.op("Squeeze", [columns, main.of(0)]))
+        places = main.range(columns)
         padding = main.integers(main.op("Not", [mask]))
         keys = main.op("Sub", [main.op("Mul", [padding, columns]), places])
         _, order = main.op_multi_out("TopK", [keys, columns], {"axis": 1}, num_outputs=2)
@@ -219,8 +219,7 @@ class SearchGraph(ABC):
         """Moves the tokens of each row to the left, in order: callers may pad on either side."""
         main, source, mask = self.main, self.inputs["source"], self.inputs["source_mask"]
         columns = main.size(source, 1)
-        scalar = main.op("Squeeze", [columns, main.of(0)])
-        places = main.range(scalar)
+        places = main.range(columns)
         # Larger for tokens than for padding, and falling from left to right.
         tokens_first = main.op("Mul", [main.integers(mask), columns])
         keys = main.op("Sub", [tokens_first, places])
@@ -244,8 +243,7 @@ class SearchGraph(ABC):
         nodes, (_, *present) = self._part(self.decoder, "prompt", feeds)
         main._nodes += nodes
         last = main.op("Sub", [count, main.of(1)])
-        scalar = main.op("Squeeze", [main.size(source, 1), main.of(0)])
-        places = main.range(scalar)
+        places = main.range(main.size(source, 1))
         mask = main.op("And", [mask, main.op("Less", [places, last])])
         return present, mask, main.picked(source, last)
 
