@@ -37,6 +37,19 @@ EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 TEXTS = ["", "a", "007", "null", "x\ny", "é\u2028", '"', " b ", "\t\r", "NaN", "[1]", "\ufeff"]
 REALS = [0.0, -0.0, 1.5, math.nan, math.inf, -math.inf, 0.1, 65504.0, 5e-324, 1e300]
 BYTES = [b"", b"\xff", b"\0", b"abc"]
+# How Parquet and Arrow may be written.
+WRITTEN: dict[str, list[Any]] = {
+    "data_page_version": ["1.0", "2.0"],
+    "version": ["1.0", "2.4", "2.6"],
+    "compression": ["none", "snappy", "gzip", "brotli", "zstd", "lz4"],
+    "use_dictionary": [True, False],
+    "dictionary_pagesize_limit": [8, 1 << 20],
+    "data_page_size": [16, 1 << 20],
+    "write_batch_size": [2, 1024],
+    "row_group_size": [1, 4, 99],
+    **{name: [True, False] for name in ("store_schema", "write_page_index", "write_page_checksum")},
+}
+PACKED = [None, "lz4", "zstd"]
 Draw = random.Random
 
 
@@ -186,10 +199,12 @@ def written(path: Path, draw: Draw) -> Any:
     texts = pyarrow.array([draw.choice([*TEXTS, None]) for _ in range(rows)], pyarrow.string())
     table = pyarrow.table({"text": texts, **columns}).replace_schema_metadata({"of": "theirs"})
     if path.suffix == ".parquet":
-        parquet.write_table(table, path, row_group_size=4)
+        options = {name: draw.choice(values) for name, values in WRITTEN.items()}
+        parquet.write_table(table, path, **options)
         return parquet.read_table(path)
     kind = draw.choice([pyarrow.ipc.new_file, pyarrow.ipc.new_stream])
-    with kind(str(path), table.schema) as file:
+    packed = pyarrow.ipc.IpcWriteOptions(compression=draw.choice(PACKED))
+    with kind(str(path), table.schema, options=packed) as file:
         file.write_table(table, max_chunksize=draw.choice([1, 3, 99]))
     return table
 
