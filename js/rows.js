@@ -86,8 +86,10 @@ export function tooLong(tokens, positions, about = "") {
   );
 }
 
-export function notFinite(tokens) {
-  return new RowError("not-finite", "the model gave NaN or infinity", tokens);
+/** The model gave no numbers for a row, perhaps for the part of it that was read. */
+export function notFinite({ tokens, truncated }) {
+  const error = new RowError("not-finite", "the model gave NaN or infinity; verify the bundle on this provider", tokens);
+  return Object.assign(error, { truncated });
 }
 
 /** Whether a text is white space alone. */
@@ -112,13 +114,18 @@ export function checkLongRows(longRows, known = ["error", "truncate"]) {
   }
 }
 
+/** Returns the fields of a record that tell of an error. */
+export function errorOf({ kind, message, truncated }) {
+  return { error: { kind, message }, ...(truncated && { truncated }) };
+}
+
 /** Returns a record, or that of the row's error: the source, `blank` and the error. */
 export async function answered(source, blank, record) {
   try {
     return await record();
   } catch (error) {
     if (!(error instanceof RowError)) throw error;
-    return { source: textOf(source), ...blank, error: { kind: error.kind, message: error.message } };
+    return { source: textOf(source), ...blank, ...errorOf(error) };
   }
 }
 

@@ -88,7 +88,7 @@ export function tag(engine, text, { aggregation = "none", longRows } = {}) {
     const rows = ids.slice(before.length, ids.length - after.length).map((_, place) => {
       const first = (before.length + place) * width;
       const scores = data.subarray(first, first + width);
-      if (!scores.every(Number.isFinite)) throw notFinite();
+      if (!scores.every(Number.isFinite)) throw notFinite({ truncated });
       return probabilities(scores, "softmax");
     });
     const places = tokenizer.special.cut(tokenizer.places(text), rows.length);
@@ -125,7 +125,7 @@ function headRecord(engine, row, longRows, answer) {
     const { ids, truncated } = encode(read, engine.bundle.tokenizer, limits);
     const { data } = await engine.encoder.encode(ids, "head");
     requireWidth(data.length, engine);
-    if (!data.every(Number.isFinite)) throw notFinite();
+    if (!data.every(Number.isFinite)) throw notFinite({ truncated });
     const record = { source: text, ...answer(data) };
     return truncated ? { ...record, truncated } : record;
   });

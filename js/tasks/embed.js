@@ -46,7 +46,7 @@ export function embed(engine, text, { pooling, normalise = false, prompt, longRo
     }
     const divisor = normalise ? Math.hypot(...vector.map((value) => value / count)) || Number.MIN_VALUE : 1;
     const found = Vector.from(vector, (value) => value / count / divisor);
-    if (!found.every(Number.isFinite)) throw notFinite();
+    if (!found.every(Number.isFinite)) throw notFinite({ truncated });
     const record = { source: text, vector: found };
     return truncated ? { ...record, truncated } : record;
   });

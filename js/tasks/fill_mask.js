@@ -34,7 +34,7 @@ export function fillMask(engine, text, { mask = "[MASK]", top = 5, longRows } = 
     const filled = [...ids];
     const masks = places.map((place) => {
       const logits = data.subarray(place * dims[2], (place + 1) * dims[2]);
-      if (!logits.every(Number.isFinite)) throw notFinite();
+      if (!logits.every(Number.isFinite)) throw notFinite({ truncated });
       const best = new Best(Math.min(top, logits.length));
       logits.forEach((value, token) => best.add(value, token));
       const normaliser = logSumExp(logits);

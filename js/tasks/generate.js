@@ -3,7 +3,7 @@
 import { room } from "../decoding/options.js";
 import { search } from "../decoding/search.js";
 import { UsageError } from "../errors.js";
-import { encodeRow, finite, isBlank, notFinite, RowError, textOf, tokenIds, tooLong } from "../rows.js";
+import { encodeRow, errorOf, finite, isBlank, notFinite, RowError, textOf, tokenIds, tooLong } from "../rows.js";
 import { encodeChat, pythonJson } from "../tokenizer/chat.js";
 
 // Difference of the rows that seed neighbouring pieces, as in Python.
@@ -114,8 +114,8 @@ async function* answerPieces(engine, parts, around, options, how, answer) {
   const read = sum([...answers, ...errors.map(([, error]) => error)].map((each) => each.tokens));
   if (errors.length) {
     const [[place, error]] = errors;
-    const where = parts.length > 1 ? `piece ${place} of ${parts.length}: ` : "";
-    throw new RowError(error.kind, where + error.message, read);
+    if (parts.length === 1) throw error;
+    throw new RowError(error.kind, `piece ${place} of ${parts.length}: ${error.message}`, read);
   }
   if (parts.length === 1) {
     const found = answers[0].found.map((one) => ({ ...one, text: around[0] + one.text + around[1] }));
@@ -150,7 +150,7 @@ async function* answerText(engine, text, options, how) {
   const found = step.value
     .filter((each) => each.reason !== "error")
     .map((each) => ({ ...each, text: cut(decode(each.tokens), options.stop) }));
-  if (!found.length) throw notFinite(ids.length);
+  if (!found.length) throw notFinite({ tokens: ids.length, truncated });
   return { tokens: ids.length, truncated, found };
 }
 
@@ -262,10 +262,10 @@ function recordOf(source, { tokens, truncated, found }, options) {
   return truncated ? { ...record, truncated } : record;
 }
 
-function failed(source, { kind, message, tokens }, options) {
-  const error = { kind, message };
-  const record = { source, text: "", finish_reason: "error", error, source_tokens: tokens };
-  return options.n_best > 1 ? { ...record, n_best: [] } : record;
+function failed(source, failure, options) {
+  const { error, ...truncated } = errorOf(failure);
+  const record = { source, text: "", finish_reason: "error", error, source_tokens: failure.tokens };
+  return { ...record, ...(options.n_best > 1 && { n_best: [] }), ...truncated };
 }
 
 function cut(text, stops) {

@@ -34,7 +34,7 @@ export function score(engine, row, { longRows, sourceLanguage, targetLanguage } 
       const scores = logits[first + place];
       return scores[token] - logSumExp(scores);
     });
-    if (!values.every(Number.isFinite)) throw notFinite();
+    if (!values.every(Number.isFinite)) throw notFinite({ truncated });
     const record = {
       source,
       ...blank,

@@ -4,20 +4,33 @@ from __future__ import annotations
 
 import json
 import os
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.conftest import Once, make_bundle, make_run
 from tests.js import drawn
-from tests.js.cases import answers_of, ids_case, npm_test, write_cases
+from tests.js.cases import answers_of, ids_case, npm_test, seal, write_cases
+from tests.js.conftest import ENCODER
 from tests.js.test_tokenizers import bundled
+from transferry.build_model import checkpoint
+from transferry.build_model.checkpoint import load_checkpoint
+from transferry.runtime.bundle.head import HeadSettings
 from transferry.runtime.errors import InputError, UsageError
-from transferry.runtime.tokenizer.special_tokens import SpecialTokens
+from transferry.runtime.tokenizer.special_tokens import PASSAGES, PROMPTS, SOURCES, SpecialTokens
 
 COUNT = 400 if os.environ.get("FUZZ") == "long" else 24
 SEED = int(os.environ.get("SEED", "0"))
+RANKER: dict[str, Any] = dict(
+    head=HeadSettings("classify", ("LABEL_0",), "sigmoid", "sigmoid", longest=12),
+    pooling=("mean",),
+    head_widths=(1,),
+    head_activations=("none",),
+    head_biases=(True,),
+)
 LANGUAGES = {"aaa_Latn": 5, "bbb_Latn": 6}
 
 
@@ -59,13 +72,45 @@ def test_added_tokens_of_one_normalised_text_are_refused(tmp_path: Path) -> None
         bundled(t.Tokenizer.from_str(json.dumps(record)))
     folder = tmp_path / "same"
     ids_case(folder, bundled(made), [])
-    from tests.js.cases import seal
-
     (folder / "huggingface.json").write_text(json.dumps(record))
     (folder / "manifest.json").unlink()
     seal(folder, 3)
     refused = {"bundle": str(folder), "message": '"Anna" and "ANNA" have one text once normalised'}
     assert "# fail 0" in npm_test(write_cases(tmp_path / "cases.json", [], [case], [refused]))
+
+
+@pytest.mark.optional("node", "onnxruntime-node")
+def test_records_of_a_model_that_overflows(tmp_path: Path) -> None:
+    """Of some letters; of long texts a truncated part is read."""
+    runs: dict[str, tuple[SpecialTokens, dict[str, Any]]] = {
+        "generate score": (SOURCES, {}),
+        "score generate": (PROMPTS, {"architecture": "decoder-only", "encoder_layers": 0}),
+        "classify embed": (SpecialTokens(before=(1,)), {**ENCODER, **RANKER}),
+        "embed fill-mask": (PASSAGES, {**ENCODER, "lm_head": True}),
+    }
+    rows = [
+        *("a cat", "Zz", "Z dog " * 40, "a cat " * 40, " \nZ dog\n" * 20, "Z\na [MASK]"),
+        "a [MASK] Z",
+    ]
+    answers = []
+    for names, (special, options) in runs.items():
+        run, made = tmp_path / names / "run", tmp_path / names / "bundle"
+        make_run(run, special, tied=False, **options)
+        loaded = load_checkpoint(run)
+        with torch.no_grad():
+            loaded.model.embedding.weight[loaded.tokenizer.encode("Z")] = 3e38
+        checkpoint.save_tensors(run / checkpoint.WEIGHTS, loaded.model.state_dict())
+        make_bundle(run, made)
+        for task, long_rows in product(names.split(), ("truncate", "error")):
+            pairs = task == "score" and special is SOURCES
+            given: list[Any] = [(row, "a dog") for row in rows] if pairs else rows
+            options = {"max_length": 3} if task == "generate" else {}
+            answers.append(answers_of(made, task, {"long_rows": long_rows, **options}, given))
+    records = [record for each in answers for record in each["records"]]
+    broken_rows = [each for each in records if each.get("error", {}).get("kind") == "not-finite"]
+    assert {"truncated" in each for each in broken_rows} == {True, False}
+    printed = npm_test(write_cases(tmp_path / "cases.json", answers, []))
+    assert "ok 1 - onnxruntime-node gives the records of Python" in printed
 
 
 def _case(folder: Path, draw: drawn.Draw, task: str) -> dict[str, Any]:
