@@ -366,7 +366,8 @@ class _CsvReader(_TsvReader):
                         f"{self._stop:,.0f}; add --partition-by rows"
                     ) from error
                 over = f" in a record over {record.lines} lines" if record.lines > 1 else ""
-                cells = RowError("malformed", f"expected CSV{over}, found: {error}")
+                told = str(error).partition(" - ")[0]  # what follows is for programmers
+                cells = RowError("malformed", f"expected CSV{over}, found: {told}")
             yield _Line(record.taken(), cells)
 
     def start(self, at: int) -> int:

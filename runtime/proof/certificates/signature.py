@@ -173,7 +173,8 @@ def _load(path: Path, kind: Literal["private", "public"]) -> Any:
                 f"{path} is encrypted, and the passphrase in {PASSPHRASE} does not open it: "
                 "correct the passphrase"
             ) from error
-        raise _no_key(path, kind, _label(content)) from error
+        found = _label(content).replace(f"a {kind} key", f"a damaged {kind} key")
+        raise _no_key(path, kind, found) from error
     edwards = (ed25519.Ed25519PublicKey, ed25519.Ed25519PrivateKey)
     elliptic = (ec.EllipticCurvePublicKey, ec.EllipticCurvePrivateKey)
     if isinstance(key, edwards) or (isinstance(key, elliptic) and key.curve.name == CURVE):

@@ -99,7 +99,8 @@ def unfit_keys() -> dict[str, tuple[bytes, str, str]]:
         "DER": (fit.private_bytes(Encoding.DER, *plain[1:]), "no PEM", "no PEM"),
         "empty": (b"", "an empty file", "an empty file"),
         "text": (b"key\n", "no PEM", "no PEM"),
-        "torn": (pem(fit)[:-40], "a private key", "a private key"),
+        "torn": (pem(fit)[:-40], "a damaged private key", "a private key"),
+        "torn, public": (public_pem(fit)[:60], "a public key", "a damaged public key"),
         "certificate": (b"-----BEGIN CERTIFICATE-----\n", "a certificate", "a certificate"),
     }
 
