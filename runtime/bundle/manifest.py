@@ -132,6 +132,10 @@ class Manifest:
             options = generation_options(manifest.generation)
         except UsageError as error:
             raise InputError(f"{origin}: generation: {error}; {REMEDY}") from error
+        positions = manifest.model["max_positions"]
+        if manifest.architecture != "encoder-only" and options.max_length > positions:
+            found = f"max_length is {options.max_length}, but the model has {positions} positions"
+            raise InputError(f"{origin}: generation: {found}; {REMEDY}")
         generation = {name: getattr(options, name) for name in manifest.generation}
         return replace(manifest, generation=generation)
 

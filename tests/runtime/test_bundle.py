@@ -170,6 +170,7 @@ def screened(**changes: Any) -> Record:
         ({"model.max_positions": ...}, "model: Object missing required field `max_positions`"),
         ({"generation": {"bean": 4}}, "generation has no bean; write beam"),
         ({"generation": {"max_length": 0}}, "max_length must be at least 1, found 0"),
+        ({"generation": {}}, "generation: max_length is 256, but the model has 64 positions"),
         (
             {f"{ENCODER}.inputs.0.role": "wish"},
             r"Invalid enum value 'wish' - at .*\.graphs\[\.\.\.\]\.inputs\[0\]\.role`",

@@ -83,14 +83,15 @@ class SpreadsheetReader(RowReader):
             yield _filled(self._chosen(book).iter_rows(), warned)
 
     def _chosen(self, book: Any) -> Any:
-        visible = [sheet for sheet in book.worksheets if sheet.sheet_state == "visible"]
-        named = {sheet.title: sheet for sheet in (visible if self._sheet is None else book)}
-        if self._sheet is not None and self._sheet in named:
+        named = {sheet.title: sheet for sheet in book}
+        if self._sheet in named:
             return named[self._sheet]
+        visible = [sheet for sheet in book if sheet.sheet_state == "visible"]
         filled = [each for each in visible if next(_filled(each.iter_rows(), []), None)]
         if self._sheet is None and len(filled) == 1:
             return filled[0]
-        problem = "expected one sheet with rows" if self._sheet is None else "no such sheet"
+        visible_one = "expected one visible sheet with rows"
+        problem = visible_one if self._sheet is None else "no such sheet"
         raise InputError(f"{self.file}: {problem}; choose one with --sheet ({', '.join(named)})")
 
 

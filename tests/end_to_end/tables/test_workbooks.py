@@ -46,6 +46,17 @@ def test_a_sheet_of_excel_is_read(bundle_folder: Path, tmp_path: Path) -> None:
         open_reader(tmp_path / "two.xlsx", sheet="More")
 
 
+def test_a_hidden_sheet_is_offered(tmp_path: Path) -> None:
+    book = openpyxl.Workbook()
+    book.active.append(["text"])
+    book.active.sheet_state = "hidden"
+    book.create_sheet("Empty")
+    book.save(tmp_path / "in.xlsx")
+    with pytest.raises(InputError, match=r"one visible sheet .* --sheet \(Sheet, Empty\)"):
+        open_reader(tmp_path / "in.xlsx")
+    assert open_reader(tmp_path / "in.xlsx", sheet="Sheet").layout.names == ("text",)
+
+
 def test_durations_of_a_sheet_are_written_as_by_pandas(tmp_path: Path) -> None:
     durations = [pandas.Timedelta(seconds=each) for each in (0, 108_000, -18_000, 2.25, 61)]
     book = openpyxl.Workbook()
