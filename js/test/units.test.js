@@ -7,6 +7,7 @@ import test from "node:test";
 import { Bundle, DEFAULTS, Engine, generationOptions, InputError, uniforms, UsageError } from "../node.js";
 import { answered, encodeRow, prefixed, RowError, single, Vector } from "../rows.js";
 import { Best, logSumExp } from "../decoding/logits.js";
+import { graphemes } from "../tokenizer/hugging_face/normalizers.js";
 import { translate } from "../tokenizer/pattern.js";
 import { weights } from "../decoding/sampling.js";
 import { encodeChat } from "../tokenizer/chat.js";
@@ -80,6 +81,26 @@ test("text to suppress is forbidden as it stands and after a blank", () => {
   const options = generationOptions({ suppress: ["a", 7] }, DEFAULTS, encode);
   assert.deepEqual(options.suppress, [7, 97]);
   assert.deepEqual(options.suppress_sequences, [[32, 97]]);
+});
+
+test("graphemes are those of the whole text, in time that grows with it", () => {
+  const segmenter = new Intl.Segmenter(undefined, { granularity: "grapheme" });
+  const pieces = ["a", "\r", "\n", "\u0301", "\u{1f1e9}", "\u{1f468}\u200d", "\u{1d165}", "\ud83d", "\u0e33", "\u1112\u1161", "\u{1f3fd}", "\u0915\u094d"];
+  for (let seed = 1; seed < 60; seed++) {
+    let [state, text] = [seed, ""];
+    // Runs of one piece, longer than what is segmented at once.
+    for (let count = 0; count < 20; count++) {
+      state = (state * 48271) % 2147483647;
+      text += pieces[state % pieces.length].repeat((state >> 8) % 19 ? 1 + ((state >> 4) % 9) : 700);
+    }
+    const whole = Array.from(segmenter.segment(text), ({ segment }) => segment);
+    assert.deepEqual([...graphemes(text)], whole, `seed ${seed}`);
+  }
+  const begun = performance.now();
+  let count = 0;
+  for (const each of graphemes("a".repeat(4e5))) count += each.length;
+  assert.equal(count, 4e5);
+  assert.ok(performance.now() - begun < 10_000);
 });
 
 test("equal values keep their order", () => {
@@ -249,6 +270,16 @@ test("a tokenizer of a kind that is not known needs one that is passed", () => {
   const opened = openTokenizer(settings, {}, other);
   assert.equal(opened.decode([5, 2, 6]), "56");
   assert.deepEqual(opened.special.wrap(opened.encode("34")), [3, 4, 2]);
+});
+
+test("a text of any length has ids, beside special tokens too", () => {
+  const special = { pad_id: 0, bos_id: 1, eos_id: 2, before: [], after: [2], texts: { "</s>": 2 } };
+  const settings = { format_version: 1, kind: "other", special, vocabulary_size: 9 };
+  const opened = openTokenizer(settings, {}, { encode: (text) => Array(text.length).fill(5), decode: () => "" });
+  opened.readSpecialTokens();
+  assert.equal(opened.encode(`${"a".repeat(3e5)}</s>b`).length, 3e5 + 2);
+  const chat = { source: "", named: {}, control: { "</s>": 2 }, render: (_, { messages: [{ content }] }) => `${content}</s>` };
+  assert.equal(encodeChat([{ role: "user", content: "a".repeat(3e5) }], chat, opened).length, 3e5 + 1);
 });
 
 test("a text that a tokenizer cannot encode is an error of its row", () => {

@@ -41,14 +41,14 @@ export function encodeChat(messages, { source, named, control, render }, tokeniz
   if (written(text) !== written(rendered(plain.map(blunt)))) {
     throw refused("a message completes a special token of the template, which only the Python engine reads as text");
   }
-  const ids = [];
+  const parts = [];
   let last = 0;
   const encode = (piece) => (piece ? (tokenizer.readsSpecial ? tokenizer.encodePlain(piece) : tokenizer.encode(piece)) : []);
   for (const { 0: token, index } of text.matchAll(pattern)) {
-    ids.push(...encode(text.slice(last, index)), control[token]);
+    parts.push(encode(text.slice(last, index)), [control[token]]);
     last = index + token.length;
   }
-  return [...ids, ...encode(text.slice(last))];
+  return [...parts.flat(), ...encode(text.slice(last))];
 }
 
 /** Returns JSON as Python writes it. */

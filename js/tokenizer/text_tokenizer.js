@@ -40,14 +40,15 @@ export class TextTokenizer {
   encodeEach(text, encode) {
     if (!this.readsSpecial) return encode(text);
     const texts = this.specialTexts;
-    const ids = [];
+    const parts = []; // lists of ids: a function takes no more than some 100,000 arguments
     let last = 0;
     for (const { 0: found, index } of text.matchAll(literal(...Object.keys(texts)))) {
-      if (last < index) ids.push(...encode(text.slice(last, index)));
-      ids.push(texts[found]);
+      if (last < index) parts.push(encode(text.slice(last, index)));
+      parts.push([texts[found]]);
       last = index + found.length;
     }
-    return last < text.length || !text ? [...ids, ...encode(text.slice(last))] : ids;
+    if (last < text.length || !text) parts.push(encode(text.slice(last)));
+    return parts.flat();
   }
 
   /** Returns the token ids of texts with a mask between each two, to which one blank before belongs. */

@@ -94,13 +94,29 @@ function bert({ clean_text: cleans, handle_chinese_chars: chinese, strip_accents
   };
 }
 
+const AT_ONCE = 256; // characters: V8 takes time with the whole text for each grapheme in it
+
+/** Yields the graphemes (extended clusters) of a text, in time that grows with it. */
+export function* graphemes(text) {
+  const segmenter = new Intl.Segmenter(undefined, { granularity: "grapheme" });
+  for (let [start, size] = [0, AT_ONCE]; start < text.length; ) {
+    let end = start + size;
+    if (text.codePointAt(end - 1) > 0xffff) end += 1; // not within a character
+    const segments = Array.from(segmenter.segment(text.slice(start, end)), ({ segment }) => segment);
+    // The last one may go on behind the part; a part may hold no whole one.
+    if (end < text.length) segments.pop();
+    size = segments.length ? AT_ONCE : 2 * size;
+    for (const segment of segments) start += segment.length;
+    yield* segments;
+  }
+}
+
 /** SentencePiece's compiled normalisation, as Hugging Face's library applies it. */
 function precompiled({ precompiled_charsmap: encoded }) {
   if (typeof Intl.Segmenter !== "function") {
     refuse("compiled normalisation without Intl.Segmenter, which newer browsers have,");
   }
   const charsmap = new Charsmap(Uint8Array.from(atob(encoded), (character) => character.charCodeAt(0)));
-  const segmenter = new Intl.Segmenter(undefined, { granularity: "grapheme" });
   const encoder = new TextEncoder();
   return (piece) => {
     const changes = [];
@@ -117,7 +133,7 @@ function precompiled({ precompiled_charsmap: encoded }) {
       if (more < 0 && changes.length) changes.at(-1)[1] += more;
       return true;
     };
-    for (const { segment } of segmenter.segment(piece.text)) {
+    for (const segment of graphemes(piece.text)) {
       // A whole grapheme, if it is short, is replaced for its first bytes.
       if (encoder.encode(segment).length < 6 && replace(segment)) continue;
       for (const character of segment) if (!replace(character)) changes.push([character, 0]);
