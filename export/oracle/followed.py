@@ -210,7 +210,11 @@ class ShownModel:
                 elif (placed := _placed(parts, cuts)) is not None:
                     values = placed[:, :length]
                 else:
-                    values = _of_distances([part.reshape(-1, width) for part in parts])
+                    lines = [part.reshape(-1, width) for part in parts]
+                    # One position a row, as a head reads: equal where its function saturates.
+                    heads = [[len(mask[part]) for part, _ in cut] for _, cut in cuts]
+                    pooled = [*map(len, lines)] in heads
+                    values = np.concatenate(lines) if pooled else _of_distances(lines)
                 found[name] = values.reshape(-1, width)
             for name, source in runner.rounded.items():
                 if name in found and source in found:

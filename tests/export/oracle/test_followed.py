@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from transferry.export.oracle.oracle import Oracle
 from transferry.export.rewrite.calibration import Calibration
 from transferry.export.subject.bundle_copy import BundleCopy, add, constant, replace
 from transferry.runtime.bundle.bundle import Bundle
+from transferry.runtime.decoding.batching import blocks
+from transferry.runtime.ort.encoder import PASS_TOKENS
 from transferry.runtime.proof.compare import Case, Comparison, Tolerance, observe
 
 INT8 = "cpu-int8"
@@ -133,6 +136,23 @@ def test_of_values_with_equal_integers_the_one_before_rounding_tells(
     following.begin()
     following(torch.from_numpy(value), 1.0, -128, 127)
     assert following.sites[0, 0].name == "right"
+
+
+def test_equal_passes_of_a_head_are_all_of_its_rows() -> None:
+    """Where its function saturates, as tanh, both passes have the same values."""
+    mask = np.ones((24, 64), np.bool_)
+    passes = [len(mask[rows]) for rows, _ in blocks(mask, PASS_TOKENS["cpu"])]
+    assert passes[0] == passes[1]
+    parts = [np.ones((rows, 3), np.float32) for rows in passes]
+    runner = SimpleNamespace(
+        written={"integers": parts, "value": parts},
+        rounded={"integers": "value"},
+        graph=SimpleNamespace(file="encoder.onnx"),
+    )
+    model = ShownModel.__new__(ShownModel)
+    model._runners = [runner]  # type: ignore[list-item]
+    ((integers,), (values,)) = (each.values() for each in model._read(mask))
+    assert integers.shape == values.shape == (24, 3)
 
 
 def test_embeddings_of_distances_are_those_of_the_longest_rows() -> None:
