@@ -16,6 +16,7 @@ from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.manifest import MANIFEST
 from transferry.runtime.bundle.specs import PORTABLE, STANDARD, Variant
 from transferry.runtime.engine.tasks.table import TASKS
+from transferry.runtime.engine.tasks.task import Page, Task
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.io.documents import read_document
 from transferry.runtime.io.folders import replace_folder, staged_folder
@@ -78,7 +79,8 @@ def write_site(
         force: Replace a site in `out`.
 
     Raises:
-        UsageError: `out` exists, onnxruntime-web is not found, or the bundle has no such variant.
+        UsageError: `out` exists, onnxruntime-web is not found, the bundle has no such variant, or
+            js/ lacks its task.
         InputError: The bundle is damaged, or the site cannot be written.
     """
     require_new(out, foreign_site, force=force)
@@ -91,6 +93,7 @@ def write_site(
             f"{variant}; choose one of them"
         )
     chosen = bundle.variant(variant)
+    page_of(bundle)
     files = _model_files(bundle, chosen)
     standing = certified(bundle, chosen)
     with staged_folder(out) as folder:
@@ -174,12 +177,26 @@ def certified(bundle: Bundle, variant: Variant) -> tuple[str, ...]:
     return tuple(told)
 
 
+def page_of(bundle: Bundle) -> tuple[type[Task], Page]:
+    """Returns a bundle's last task with a page; raises UsageError if js/ lacks that task."""
+    tasks = [TASKS[name] for name in bundle.tasks]
+    *_, (task, page) = ((task, task.page) for task in tasks if task.page is not None)
+    head = bundle.manifest.head
+    lacking = ""
+    if head is not None and head.task == "answer":
+        lacking = "task answer"
+    elif head is not None and task.name == "embed":
+        lacking = {"sparse": "sparse vectors", "tokens": "vectors of tokens"}.get(head.vectors, "")
+    if lacking:
+        raise UsageError(f"a page has no {lacking}; serve the bundle with transferry run instead")
+    return task, page
+
+
 def site_settings(
     bundle: Bundle, variant: str, title: str, standing: tuple[str, ...], webgpu: bool
 ) -> dict[str, Any]:
     """Content of site.json, which page.js and worker.js read."""
-    tasks = [TASKS[name] for name in bundle.tasks]
-    *_, (task, page) = ((task, task.page) for task in tasks if task.page is not None)
+    task, page = page_of(bundle)
     first, *rest = task.name.split("-")
     return {
         "title": title,

@@ -2,11 +2,14 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from transferry.runtime.bundle.head import HeadSettings
 from transferry.runtime.errors import InputError, UsageError
-from transferry.runtime.page.site import SCRIPTS, WASM, WEBGPU, write_site
+from transferry.runtime.page.site import SCRIPTS, WASM, WEBGPU, page_of, write_site
 
 
 @pytest.fixture
@@ -56,6 +59,23 @@ def test_the_site_holds_what_its_page_needs(
     )
     assert any("ertificate" in line for line in settings["standing"])
     assert "for a visitor" in site.summary() and "with WebGPU" in site.summary()
+
+
+@pytest.mark.parametrize(
+    ("head", "lacking"),
+    [
+        (HeadSettings("answer", ("start", "end")), "task answer"),
+        (HeadSettings("embed", vectors="sparse"), "sparse vectors"),
+        (HeadSettings("embed", vectors="tokens"), "vectors of tokens"),
+    ],
+)
+def test_a_task_that_browsers_lack_is_refused(head: HeadSettings, lacking: str) -> None:
+    manifest = SimpleNamespace(head=head)
+    bundle: Any = SimpleNamespace(
+        manifest=manifest, tasks=list(dict.fromkeys(["embed", head.task]))
+    )
+    with pytest.raises(UsageError, match=f"a page has no {lacking}; serve the bundle with"):
+        page_of(bundle)
 
 
 def test_without_webgpu_its_files_stay_away(
