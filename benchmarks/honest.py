@@ -49,7 +49,7 @@ from transferry.export.recipes import RECIPES
 from transferry.export.trace.graph import Traces
 from transferry.export.verify import Request, verify_against
 from transferry.runtime.bundle.bundle import Bundle
-from transferry.runtime.errors import TransferryError
+from transferry.runtime.errors import ProviderError, TransferryError
 from transferry.runtime.ort.open_model import open_model
 from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.proof.report import ParityReport
@@ -281,7 +281,8 @@ def judge(folder: Path, texts: list[str], refused: Mapping[str, str]) -> dict[st
             )
         except (TransferryError, *CRASHES) as error:
             faults = [f"{type(error).__name__}: {error}"[:300]]
-            told = {"verdict": "ACCUSED", "faults": faults, "near": []}
+            absent = isinstance(error, ProviderError)  # of the kernels' package
+            told = {"verdict": "not run" if absent else "ACCUSED", "faults": faults, "near": []}
         found[place.name] = {**told, "cpu": round(time.process_time() - started, 1)}
     for name, message in refused.items():
         found[name] = {"verdict": "not exported", "faults": [message], "near": []}
