@@ -245,11 +245,18 @@ def _with_usual_ends(
     return io.BufferedReader(_Pieces(_in_utf8(file, wanted, shown)))
 
 
+_HEAD = 64  # bytes that tell what a file is
+
+
 class _Pieces(io.RawIOBase):
     """A stream of pieces of bytes, made as they are read."""
 
     def __init__(self, pieces: Iterator[bytes]) -> None:
-        self._pieces, self._ready = pieces, memoryview(b"")
+        # Whole where a packed file begins with short members: `peek` reads once.
+        head = b""
+        while len(head) < _HEAD and (piece := next(pieces, None)) is not None:
+            head += piece
+        self._pieces, self._ready = pieces, memoryview(head)
 
     def readable(self) -> bool:
         return True

@@ -192,6 +192,19 @@ def test_odd_tables_are_read_as_csv_reads_them_or_told(tmp_path: Path, seed: int
                 assert [row.id, row.text] == record
 
 
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-32"])
+@pytest.mark.parametrize("name", ["a.txt.gz", "a.txt.zst", "a.txt.bz2", "a.txt.xz"])
+def test_members_of_any_length(tmp_path: Path, name: str, encoding: str) -> None:
+    """The first may hold a part of the byte order mark, or nothing."""
+    packs: dict[str, Pack] = {".gz": gzip.compress, ".zst": zstd, ".bz2": bz2.compress}
+    pack = packs.get(Path(name).suffix, lzma.compress)
+    content = "".join(f"{text}\n" for text in LINES).encode(encoding)
+    for first in range(7):
+        members = content[:first], content[first : first + 1], content[first + 1 :]
+        (tmp_path / name).write_bytes(b"".join(map(pack, members)))
+        assert [row.text for row in open_reader(tmp_path / name).rows()] == LINES
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_odd_lines_are_all_there(tmp_path: Path, seed: int) -> None:
     draw = random.Random(seed)
