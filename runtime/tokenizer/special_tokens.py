@@ -415,11 +415,10 @@ def read_settings(folder: Path, read: Callable[[str], bytes] | None = None) -> d
 
 
 def _special_of(settings: Mapping[str, Any]) -> SpecialTokens:
-    special: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in settings["special"].items()
-    }
+    special = settings["special"]
     needed = {"pad_id", "bos_id", "eos_id", "mask_id", "before", "after"}  # others were added since
     if lacking := needed - special.keys():
         raise InputError(f"expected the special tokens' {min(lacking)}, found none")
-    return SpecialTokens(**special)
+    if unknown := special.keys() - SpecialTokens.__dataclass_fields__.keys():
+        raise InputError(f"expected special tokens, found {min(unknown)}")
+    return msgspec.convert(special, SpecialTokens)
