@@ -350,7 +350,7 @@ def _tell_unknown(pretrained: PretrainedFolder, theirs: Any, model: dict[str, An
     """Notes that the tokenizer of a tagger has an unknown token and transformers another."""
     named = model.get("unk_token")
     unknown = model.get("unk_id") if named is None else theirs.convert_tokens_to_ids(named)
-    tags = "ForTokenClassification" in str(pretrained.config.get("architectures"))
+    tags = "ForTokenClassification" in str(pretrained.config.values.get("architectures"))
     if tags and unknown not in (None, theirs.unk_token_id):
         pretrained.notes.append(
             "in tag --aggregation first, average and max an unknown token begins a word; in "
