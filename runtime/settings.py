@@ -92,10 +92,16 @@ def check_value(name: str, value: object, kind: Any) -> Any:
     # A numpy float64 is a float, but unknown to msgspec.
     plain = float(value) if isinstance(value, float) else value
     try:
-        return msgspec.convert(plain, kind, strict=True)
+        return msgspec.convert({"value": plain}, _holder(kind)).value
     except msgspec.ValidationError as error:
         expected = _expected(plain, kind)
         raise UsageError(Option(name), f" must be {expected}, found {shown(value)}") from error
+
+
+@functools.cache
+def _holder(kind: Any) -> type[Any]:
+    """Class with a value of a type: to look a type up, msgspec calls Python and drops a Ctrl-C."""
+    return msgspec.defstruct("Holder", [("value", kind)])
 
 
 def field_types(config: type[Any]) -> dict[str, Any]:

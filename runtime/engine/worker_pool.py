@@ -10,6 +10,7 @@ from functools import partial
 from itertools import takewhile
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeAlias, TypeVar
+from weakref import WeakSet
 
 from transferry.runtime.decoding.batching import BatchOptions, fitting, windows
 from transferry.runtime.engine.preprocess import Row, WorkItem
@@ -196,7 +197,8 @@ class WorkQueue(Generic[Row, Answer]):
 
 
 # Queues with replicas. A fork copies them, and with them locks of onnxruntime that replicas hold.
-_RUNNING: set[WorkQueue[Any, Any]] = set()
+# An interruption may leave one here until its replicas end.
+_RUNNING: WeakSet[WorkQueue[Any, Any]] = WeakSet()
 
 
 def _require_no_locks() -> None:

@@ -305,7 +305,7 @@ def examples(
     for name in ("pipe", "deep", "typed"):
         (folder / name).mkdir()
     os.mkfifo(folder / "pipe" / "genai_config.json")
-    (folder / "deep" / "genai_config.json").write_text("[" * 3000 + "]" * 3000)
+    (folder / "deep" / "genai_config.json").write_text("[" * 100_000 + "]" * 100_000)
     (folder / "typed" / "genai_config.json").write_text('{"model": [1]}')
     (folder / "several.toml").write_text('[inputs]\ntokens = ["input_ids"]')
     (folder / "lacking.toml").write_text('[inputs]\ntokens = "ids"')

@@ -6,8 +6,10 @@ import itertools
 import math
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -191,3 +193,37 @@ def test_a_fork_does_not_wait_for_results(engine: Engine, texts: list[str]) -> N
 
 def test_an_engine_verifies_itself(engine: Engine) -> None:
     assert engine.verify().passed
+
+
+def test_no_ctrl_c_is_lost(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library in C may drop what Python raises in a function that it calls."""
+    told, lost = list[Any](), list[str]()
+    # Callbacks of weak references raise nothing; Python reports the error.
+    monkeypatch.setattr(sys, "unraisablehook", told.append)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    list(engine.generate(["a"], GREEDY))
+    try:
+        for place in range(1, 2000):
+            calls, where = itertools.count(1), list[str]()
+
+            def interrupt(frame: FrameType, event: str, argument: Any) -> None:
+                if next(calls) == place:  # noqa: B023 - it is called in this turn alone
+                    code = frame.f_code
+                    where.append(f"{code.co_filename}, {code.co_qualname}")  # noqa: B023
+                    signal.raise_signal(signal.SIGINT)
+
+            told.clear()
+            sys.settrace(interrupt)
+            try:
+                list(engine.generate(["a"], GREEDY))
+                sys.settrace(None)
+                lost += [] if told else where
+            except KeyboardInterrupt:
+                pass
+            finally:
+                sys.settrace(None)
+            if not where:  # no call is left
+                break
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert (lost, 100 < place < 1999) == ([], True), place

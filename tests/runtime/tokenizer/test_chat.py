@@ -16,7 +16,7 @@ END = "<|end|>"
 SOURCE = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
 USER = {"role": "user", "content": "hi"}
 DEEP: Any = "x"
-for _ in range(3000):
+for _ in range(100_000):
     DEEP = [DEEP]
 
 
