@@ -1,7 +1,10 @@
 """Training and export by command: from nothing to answers, resumed, replaced."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -87,3 +90,20 @@ def test_a_run_continues_as_it_was_started(trained: Path, tmp_path: Path) -> Non
     # Where a run ends is remembered from the last command that gave it.
     done("train", "--out", run, "--resume", "--preset", "tiny")
     assert steps() == 3
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="torch's threads are of another library")
+@pytest.mark.parametrize(("own", "spins"), [(None, 1000), ("passive", 0)])
+def test_threads_of_torch_do_not_spin_for_long(own: str | None, spins: int) -> None:
+    """Unless the user says how they wait; torch's library shows its settings."""
+    code = (
+        "import sys, transferry.__main__ as program\n"
+        "sys.argv = ['transferry', '--version']\n"
+        "try: program.main()\n"
+        "except SystemExit: import torch"
+    )
+    environment = {name: value for name, value in os.environ.items() if "OMP_" not in name}
+    environment |= {"OMP_DISPLAY_ENV": "verbose"} | ({"OMP_WAIT_POLICY": own} if own else {})
+    command = [sys.executable, "-c", code]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert f"GOMP_SPINCOUNT = '{spins}'" in found.stderr
