@@ -7,6 +7,7 @@ import json
 import os
 import random
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,9 @@ def pytest_configure() -> None:
     # Tracing makes millions of small objects that live on: with Python's own thresholds, looking
     # through them all again and again is a quarter of the time of an export.
     gc.set_threshold(100_000, 50, 1000)
+    # A shell starts background jobs, this test run perhaps, with SIGINT ignored, and programs that
+    # tests start would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:

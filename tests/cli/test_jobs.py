@@ -68,8 +68,6 @@ def test_a_job_that_is_stopped_is_resumed(
         arguments,
         stderr=subprocess.PIPE,
         text=True,
-        # A shell starts background commands with SIGINT ignored, and children inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:
         # Two lines: the first may be there before the job knows that it is on the disk.
         while not (journal.exists() and journal.read_bytes().count(b"\n") >= 2):

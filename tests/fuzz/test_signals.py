@@ -77,8 +77,6 @@ class Place:
             env=os.environ | {"TMPDIR": str(self.temporary)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            # A shell starts background jobs, this test run perhaps, with SIGINT ignored.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
     def finish(self, command: str) -> dict[str, str]:

@@ -32,7 +32,6 @@ def run(script: str) -> tuple[int, str, str]:
         text=True,
         timeout=PATIENCE,
         check=False,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     return done.returncode, done.stdout, done.stderr
 
