@@ -10,7 +10,6 @@ from functools import partial
 from itertools import takewhile
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeAlias, TypeVar
-from weakref import WeakSet
 
 from transferry.runtime.decoding.batching import BatchOptions, fitting, windows
 from transferry.runtime.engine.preprocess import Row, WorkItem
@@ -50,6 +49,7 @@ class WorkQueue(Generic[Row, Answer]):
     Attributes:
         stopped: No more answers are needed; replicas look at it between two answers.
         process: Id of the process whose replicas compute.
+        threads: The replicas, each running `run`.
     """
 
     def __init__(self, tokens: int, workers: int = 1) -> None:
@@ -64,6 +64,7 @@ class WorkQueue(Generic[Row, Answer]):
         self.stopped = self._closed = False
         self._error: BaseException | None = None
         self._reader, self.process = threading.current_thread(), os.getpid()
+        self.threads: Sequence[threading.Thread] = ()
         # Changes to the waiting items; only the replica that holds the lock makes them.
         self._changes: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._waiting: deque[WorkItem[Row]] = deque()
@@ -197,16 +198,19 @@ class WorkQueue(Generic[Row, Answer]):
 
 
 # Queues with replicas. A fork copies them, and with them locks of onnxruntime that replicas hold.
-# An interruption may leave one here until its replicas end.
-_RUNNING: WeakSet[WorkQueue[Any, Any]] = WeakSet()
+_RUNNING: set[WorkQueue[Any, Any]] = set()
 
 
 def _require_no_locks() -> None:
-    if any(each.process != os.getpid() for each in tuple(_RUNNING)):
-        raise UsageError(
-            "this process was forked while an engine computed, and could wait for ever; read all "
-            "results before a fork, or start processes with spawn"
-        )
+    for each in tuple(_RUNNING):
+        if each.process != os.getpid():
+            raise UsageError(
+                "this process was forked while an engine computed, and could wait for ever; read "
+                "all results before a fork, or start processes with spawn"
+            )
+        # Its reader was interrupted before it could wait for them.
+        if each.stopped and not any(thread.is_alive() for thread in each.threads):
+            _RUNNING.discard(each)
 
 
 def batch_worker(compute: Callable[[list[Row]], list[Answer]]) -> Worker[Row, Answer]:
@@ -251,7 +255,7 @@ def in_order(
     """
     _require_no_locks()
     queue = WorkQueue[Row, Answer](options.tokens, len(workers))
-    threads = [
+    threads = queue.threads = [
         threading.Thread(target=queue.run, args=(worker, rows), name=f"replica {number}")
         for number, worker in enumerate(workers)
     ]
