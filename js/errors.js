@@ -16,7 +16,9 @@ const TYPES = {
   tokenizer: { what: "an object with encode and decode", holds: (value) => ["encode", "decode"].every((name) => functions.holds(value[name])) },
   signal: { what: "an AbortSignal", holds: (value) => functions.holds(value.throwIfAborted) },
   prompt: { what: "a name", holds: (value) => typeof value === "string" },
-  ...{ progress: functions, sentences: functions, chat: functions },
+  progress: functions,
+  sentences: functions,
+  chat: functions,
 };
 
 /**
@@ -69,5 +71,11 @@ export function refuse(what) {
 
 /** Returns a value for a message, however long it is. */
 export function shown(value) {
-  return (typeof value === "bigint" ? String(value) : JSON.stringify(value) ?? String(value)).slice(0, 80);
+  let text;
+  try {
+    text = JSON.stringify(value);
+  } catch {
+    // A BigInt, or an object that holds one or itself.
+  }
+  return (text ?? String(value)).slice(0, 80);
 }

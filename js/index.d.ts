@@ -280,12 +280,14 @@ export class Engine {
   [Symbol.asyncDispose](): Promise<void>;
 }
 
-/** Answers one row with a record, a list of rows with a list of records. */
-export interface Answers<Row, Result, Options extends unknown[]> {
-  (row: Row, ...options: Options): Promise<Result>;
-  (rows: Row[], ...options: Options): Promise<Result[]>;
+interface OfEngine {
   engine: Engine;
   close(): Promise<void>;
+}
+/** Answers one row with a record, a list of rows with a list of records. */
+export interface Answers<Row, Result, Options extends unknown[]> extends OfEngine {
+  (row: Row, ...options: Options): Promise<Result>;
+  (rows: Row[], ...options: Options): Promise<Result[]>;
 }
 type Of<Method extends (...values: any) => AsyncGenerator<any, void>> =
   Parameters<Method> extends [Several<infer Row>, ...infer Options]
@@ -294,19 +296,15 @@ type Of<Method extends (...values: any) => AsyncGenerator<any, void>> =
 type How<Method extends (...values: any) => unknown> =
   Parameters<Method> extends [unknown, ...infer Options] ? Options : never;
 /** Answers where two texts in a list are two rows. */
-export interface TextAnswers<Row, Result, Options extends unknown[]> {
+export interface TextAnswers<Row, Result, Options extends unknown[]> extends OfEngine {
   (row: string, ...options: Options): Promise<Result>;
   (rows: Row[], ...options: Options): Promise<Result[]>;
-  engine: Engine;
-  close(): Promise<void>;
 }
 /** Answers where two texts in a list are a pair for an encoder-decoder, two rows for other models. */
-export interface ScoreAnswers {
+export interface ScoreAnswers extends OfEngine {
   (row: string, ...options: How<Engine["score"]>): Promise<ScoreRecord>;
   (row: [string, string], ...options: How<Engine["score"]>): Promise<ScoreRecord | ScoreRecord[]>;
   (rows: (string | [string, string])[], ...options: How<Engine["score"]>): Promise<ScoreRecord[]>;
-  engine: Engine;
-  close(): Promise<void>;
 }
 export interface Tasks {
   generate: Of<Engine["generate"]>;

@@ -48,7 +48,8 @@ export function encodeChat(messages, { source, named, control, render }, tokeniz
     parts.push(encode(text.slice(last, index)), [control[token]]);
     last = index + token.length;
   }
-  return [...parts.flat(), ...encode(text.slice(last))];
+  parts.push(encode(text.slice(last)));
+  return parts.flat();
 }
 
 /** Returns JSON as Python writes it. */
