@@ -67,8 +67,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 def write_settings(path: Path, settings: Mapping[str, Any], made: Mapping[str, Any]) -> None:
     """Writes the result of `to_toml` to a file."""
     with atomic_file(path) as file:
-        # File names may hold bytes that are not UTF-8, which TOML cannot express.
-        file.write(to_toml(settings, made).encode(errors="replace"))
+        file.write(to_toml(settings, made).encode())
 
 
 def to_toml(settings: Mapping[str, Any], made: Mapping[str, Any]) -> str:
@@ -78,7 +77,8 @@ def to_toml(settings: Mapping[str, Any], made: Mapping[str, Any]) -> str:
     """
     lines = [f"{name} = {_toml(value)}\n" for name, value in settings.items() if value is not None]
     lines += [f"\n[{MADE}]\n", *(f"{name} = {_toml(value)}\n" for name, value in made.items())]
-    return "".join(lines)
+    # TOML cannot express bytes of a file name that are not UTF-8, and "?" would be a pattern.
+    return "".join(lines).encode(errors="surrogatepass").decode(errors="replace")
 
 
 def check_fields(config: Any) -> None:

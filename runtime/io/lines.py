@@ -277,9 +277,10 @@ def _in_utf8(file: io.BufferedReader, encoding: str, shown: str) -> Iterator[byt
     for piece in chain(iter(partial(file.read1, 1 << 16), b""), [b""]):
         try:
             text = decoder.decode(piece, final=not piece)
-        except UnicodeDecodeError as error:
+        except UnicodeError as error:  # also of UTF-16 without a byte order mark
+            reason = getattr(error, "reason", error)
             raise InputError(
-                f"{shown}: expected {encoding}, found other bytes ({error.reason}). Name another "
+                f"{shown}: expected {encoding}, found other bytes ({reason}). Name another "
                 "encoding, or copy the file again"
             ) from error
         yield text.encode(errors="surrogatepass")

@@ -28,7 +28,7 @@ from transferry.runtime.jobs.formats.readers import open_inputs, open_reader
 from transferry.runtime.jobs.formats.records import ColumnChoice, Record, RowWriter
 from transferry.runtime.jobs.formats.remote_file import RemoteFile
 from transferry.runtime.jobs.formats.rows import InputRow, RowReader, hash_rows, read_rows
-from transferry.runtime.jobs.formats.sources import Inputs, open_sources
+from transferry.runtime.jobs.formats.sources import Inputs, open_sources, reads_once
 from transferry.runtime.jobs.formats.writers import open_writer
 from transferry.runtime.jobs.job_options import JobOptions, fraction
 from transferry.runtime.jobs.journal import JOB_FORMAT, Chunk, Journal, differences, hash_of_hashes
@@ -111,8 +111,8 @@ class Job:
                 check_output(self.output, local, "job", force=options.force, foreign_folder=foreign)
             else:
                 require_own(self.folder, foreign)
-        if options.partition is not None and STANDARD_STREAM in self.sources:
-            raise UsageError("a partition needs the whole input counted, so it cannot be of stdin")
+        if options.partition is not None and any(map(reads_once, self.sources)):
+            raise UsageError("a partition needs a file that can be read twice, so no pipe or stdin")
         self.engine = bundle if isinstance(bundle, Engine) else Engine.load(bundle)
         self.reader, self.target = self._readers()
         self.layout = self.reader.layout
@@ -452,7 +452,7 @@ class Job:
         """Writes the summary and the settings beside the output."""
         for suffix, text in texts(output_sha256).items():
             with durable_file(beside(self.output, suffix), journal.folder) as file:
-                file.write(text.encode(errors="replace"))
+                file.write(text.encode())
 
     def _complete(self, say: Callable[[str], None]) -> None:
         """Completes the output of partitions elsewhere, or says what is lacking."""

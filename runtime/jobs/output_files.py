@@ -254,7 +254,7 @@ class RemoteOutput:
         self._require(lines)
         for suffix, text in texts(hash_of_hashes(hashes)).items():
             _, kind, extension = suffix.split(".")
-            self.folder.write(f"_{kind}{self.mark}.{extension}", text.encode(errors="replace"))
+            self.folder.write(f"_{kind}{self.mark}.{extension}", text.encode())
         self.folder.write(f"_manifest{self.mark}.json", b"".join(manifest(lines)))
         if not self.mark:
             self.tidy(lines)
@@ -264,7 +264,7 @@ class RemoteOutput:
         self._require(parts)
         summary.made["sha256"] = hash_of_hashes(part["sha256"] for part in parts)
         text = f"{json.dumps(summary.to_dict(), indent=1)}\n"
-        self.folder.write("_summary.json", text.encode(errors="replace"))
+        self.folder.write("_summary.json", text.encode())
         self.folder.write(MANIFEST, b"".join(manifest(parts)))
         self.tidy(parts)
 

@@ -27,10 +27,9 @@ from typing import IO, Any
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.errors import LOG, InputError, UsageError, from_extra
 from transferry.runtime.hardware import usable_cores
-from transferry.runtime.io.outputs import STANDARD_STREAM
 from transferry.runtime.jobs.distribution import LOST, Call, ChunkRunner, Worker
 from transferry.runtime.jobs.formats.remote_file import RemoteFile
-from transferry.runtime.jobs.formats.sources import Inputs, open_sources
+from transferry.runtime.jobs.formats.sources import Inputs, open_sources, reads_once
 from transferry.runtime.jobs.job import Job
 from transferry.runtime.jobs.job_options import JobOptions, RayOptions
 from transferry.runtime.jobs.output_files import remote_output
@@ -71,13 +70,13 @@ def ray_job(
             installed.
     """
     sources, options = open_sources(inputs), options or JobOptions()
-    if remote_output(output) is None:
-        output = Path(output).absolute()  # type: ignore[arg-type]
-    if STANDARD_STREAM in (*sources, output):
+    if str(output) == "-" or any(map(reads_once, (*sources, options.target))):
         raise UsageError(
-            "workers of Ray share files, not standard input and output; name a file, and a "
+            "workers of Ray share files, not standard input, output or pipes; name a file, and a "
             "folder with --out"
         )
+    if remote_output(output) is None:
+        output = Path(output).absolute()  # type: ignore[arg-type]
     if options.canary is not None:
         raise UsageError("workers of Ray have no canary; leave it out")
     if options.target is not None:

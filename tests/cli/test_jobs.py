@@ -171,7 +171,7 @@ def test_a_job_over_standard_input_is_resumed(
     assert [record["source"] for record in read_records(out)][:2] == ["one", "two"]
     assert "was finished before" in done(*command, stdin=stdin).stderr
     fails(2, "has changed since; add --force", *command, stdin=stdin + b"six\n")
-    assert "cannot be of stdin" in call(*command, "--partition", "1/2", stdin=stdin).stderr
+    assert "no pipe or stdin" in call(*command, "--partition", "1/2", stdin=stdin).stderr
 
 
 def test_a_long_job_says_how_far_it_is(

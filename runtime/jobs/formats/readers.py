@@ -57,7 +57,7 @@ from transferry.runtime.jobs.formats.rows import (
     unique,
     with_texts,
 )
-from transferry.runtime.jobs.formats.sources import Kept, Series, Steady
+from transferry.runtime.jobs.formats.sources import Kept, Series, Steady, reads_once
 from transferry.runtime.jobs.formats.spreadsheet import SpreadsheetReader
 from transferry.runtime.jobs.job_options import InputFormat
 
@@ -109,7 +109,7 @@ def open_reader(
             missing; or the encoding or the delimiter has no effect.
     """
     dialect = Dialect(encoding, delimiter, sheet, pages=format == "text")
-    json_name = format is None and is_json(path)
+    json_name = format is None and is_json(path) and not reads_once(path)
     format = format or format_of_name(path)
     if lists and format != "jsonl":
         raise UsageError(
@@ -140,8 +140,8 @@ def _require_effect(path: Source, format: InputFormat, dialect: Dialect) -> None
     """Raises UsageError for options that a format lacks, or a file that cannot hold it."""
     if format in ("parquet", "arrow", "xlsx"):
         kind = format.capitalize() if format != "xlsx" else ".xlsx"
-        if str(path) == "-":
-            raise UsageError(f"{kind} cannot be read from standard input; name a file")
+        if reads_once(path):
+            raise UsageError(f"{path}: {kind} cannot be read from a pipe or stdin; name a file")
         if path.suffix.lower() in PACKED:
             raise UsageError(f"{path}: {kind} is compressed inside; unpack it first")
         if dialect.encoding is not None:
@@ -160,7 +160,7 @@ class _Line(NamedTuple):
 
 
 class _LineReader(RowReader):
-    """Reads files of lines. Standard input can be iterated once."""
+    """Reads files of lines. Standard input and pipes can be iterated once."""
 
     # Lines above the first row, and whether a row with quotation marks may have several lines.
     _above, _quotes = 0, False
@@ -174,7 +174,7 @@ class _LineReader(RowReader):
         self._encoding = encoding_of_lines(dialect.encoding)
         self._names, lines = self._header(self._lines())
         self.layout = self._layout(format, column)
-        self._standard_input = lines if str(path) == "-" else None
+        self._only = lines if reads_once(path) else None
 
     def _layout(self, format: InputFormat, column: str | None) -> Layout:
         return layout_of(self.file, format, self._names, column)
@@ -251,7 +251,7 @@ class _LineReader(RowReader):
         if begun:
             number, lines = start - self._above, self._lines(begun)
         else:
-            number, lines = 0, self._standard_input or self._header(self._lines())[1]
+            number, lines = 0, self._only or self._header(self._lines())[1]
         stop = None if last is None else max(0, last - number)
         for place, line in islice(enumerate(lines, number), max(0, first - number), stop):
             yield self._row(place, self._fields(line), line.raw)

@@ -73,6 +73,13 @@ def _expanded(name: Source | str) -> Sequence[Source]:
     return [each for file in files for each in ([file] if not file.is_dir() else _dataset(file))]
 
 
+def reads_once(source: Source | None) -> bool:
+    """Whether a file can be read only once: standard input, a pipe or a device."""
+    if not isinstance(source, Path):
+        return False
+    return source == STANDARD_STREAM or (source.exists() and not source.is_file())
+
+
 def _dataset(folder: Path) -> list[Path]:
     """Returns the files of a folder of rows, such as a dataset of Hugging Face."""
     if (folder / SPLITS).is_file():

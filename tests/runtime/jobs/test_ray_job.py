@@ -179,8 +179,10 @@ def test_what_it_cannot_do_is_refused(source: Path, tmp_path: Path) -> None:
         RayOptions(workers=2)
     with pytest.raises(UsageError, match="workers must be at least 1"):
         RayOptions("ray", workers=0)
-    with pytest.raises(UsageError, match="share files, not standard input"):
-        ray_job(Echo, "-", tmp_path / "out")
+    os.mkfifo(tmp_path / "pipe")
+    for given, out in (("-", "out"), (tmp_path / "pipe", "out"), (source, "-")):
+        with pytest.raises(UsageError, match="share files, not standard input"):
+            ray_job(Echo, given, out)
     with pytest.raises(UsageError, match="have no canary"):
         by_ray(source, canary="1/10")
     for path in (source, tmp_path):

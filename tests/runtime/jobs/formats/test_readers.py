@@ -3,8 +3,10 @@
 import gzip
 import io
 import json
+import os
 import re
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -246,8 +248,31 @@ def test_standard_input(monkeypatch: pytest.MonkeyPatch, pack: Any) -> None:
     assert texts(given(b"text,b\neins,\nzwei,\n"), format="csv") == ["eins", "zwei"]
     lines = b'[]\n{"text": "eins"}\n{"text": "zwei"}\n'
     assert texts(given(lines), format="jsonl") == ["malformed", "eins", "zwei"]
-    with pytest.raises(UsageError, match="standard input; name a file"):
+    with pytest.raises(UsageError, match="a pipe or stdin; name a file"):
         open_reader(given(b""), format="parquet")
+
+
+@pytest.mark.parametrize(
+    ("name", "head", "row"),
+    [
+        ("a.csv", b"id,text\n", b'%d,"A dog %d"\n'),
+        ("a.tsv", b"id\ttext\n", b"%d\tA dog %d\n"),
+        ("a.jsonl", b"", b'{"id": %d, "text": "A dog %d"}\n'),
+        ("a.json", b"", b'{"id": %d, "text": "A dog %d"}\n'),
+        ("a.txt", b"", b"%d A dog %d\n"),
+    ],
+)
+def test_a_pipe_is_read_once(tmp_path: Path, name: str, head: bytes, row: bytes) -> None:
+    """More rows than its first read holds come back as from a file."""
+    content = head + b"".join(row % (number, number) for number in range(20_000))
+    wanted = texts(written(tmp_path, name, content))
+    pipe = tmp_path / "pipe" / name
+    pipe.parent.mkdir()
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_bytes, args=(content,))
+    writer.start()
+    assert texts(pipe) == wanted
+    writer.join()
 
 
 def test_zstd_frames_follow_each_other(tmp_path: Path) -> None:
