@@ -24,6 +24,7 @@ from msgspec import Meta
 
 from transferry.runtime.errors import UsageError, install_command
 from transferry.runtime.installation import installed_version
+from transferry.runtime.settings import shown
 
 TEMPLATE_FILE = "chat_template.jinja"
 
@@ -87,13 +88,41 @@ class ChatTemplate:
         plain = [_checked(message) for message in messages]
         if not plain:
             raise ChatError("expected at least one message, found none")
+        for message in plain:
+            if isinstance(parts := message.get("content"), list):
+                message["content"] = self._content(parts)
+        return self._rendered(plain, answer=answer)
+
+    def _rendered(self, messages: Sequence[Message], *, answer: bool = True) -> Pieces:
         variables = {
-            "messages": plain,
+            "messages": messages,
             "tools": None,
             "documents": None,
             "add_generation_prompt": answer,
         }
         return self._pieces(*self._renderer.render(variables, self.named))
+
+    def _content(self, parts: Sequence[Any]) -> list[Any] | str:
+        """Returns the parts of a message; joined as in vLLM if the template takes only text."""
+        found = [
+            {"type": "text", "text": part} if isinstance(part, str) else part for part in parts
+        ]
+        if self._takes_parts:
+            return found
+        texts = [part["text"] for part in found if _is_text(part)]
+        if len(texts) < len(found):
+            other = next(part for part in found if not _is_text(part))
+            raise ChatError(f"the chat template takes only text, found {shown(other)}")
+        return "\n".join(texts)
+
+    @cached_property
+    def _takes_parts(self) -> bool:
+        """Whether a list of one text is rendered as the text; others lose it, or write a dict."""
+        part = {"type": "text", "text": _USER["content"]}
+        try:
+            return self._rendered([{**_USER, "content": [part]}]) == self._rendered([_USER])
+        except ChatError:
+            return False
 
     def lost_token(self) -> str | None:
         """Returns a token that the template builds from parts which are not all its own texts."""
@@ -144,10 +173,10 @@ def require_jinja() -> None:
 
 def _checked(message: Any) -> dict[str, Any]:
     """Returns a message without null values, as transformers does."""
-    if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
-        found = json.dumps(message, ensure_ascii=False, default=str)[:80]
-        raise ChatError(f"expected messages with role and content, found {found}")
-    role, content = message["role"], message["content"]
+    names = message.keys() if isinstance(message, Mapping) else ()
+    if "role" not in names or not {"content", "tool_calls"} & {*names}:
+        raise ChatError(f"expected messages with role and content, found {shown(message)}")
+    role, content = message["role"], message.get("content")
     if not isinstance(role, str) or not ROLE.fullmatch(role):
         raise ChatError(f"expected a role such as user, found {str(role)[:80]!r}")
     if not isinstance(content, str | list | None):
@@ -157,6 +186,12 @@ def _checked(message: Any) -> dict[str, Any]:
     if thought is not None:
         kept = {"thinking": thought, **kept, "reasoning_content": thought}
     return kept
+
+
+def _is_text(part: Any) -> bool:
+    """Whether a part of a message is a text."""
+    known = isinstance(part, Mapping) and part.get("type") == "text"
+    return known and isinstance(part.get("text"), str)
 
 
 class Renderer:

@@ -297,19 +297,59 @@ def test_error_and_response_exclude_each_other(writer: Engine, tmp_path: Path) -
 def test_chats(chat_bundle_folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("jinja2")
     user = {"role": "user", "content": "the cat"}
-    parts = [{"type": "text", "text": "the "}, {"type": "text", "text": "cat"}]
     rows = [asked([user], CHAT, max_completion_tokens=4)]
-    rows.append(asked([{**user, "content": parts}], CHAT, max_tokens=6, temperature=1, n=2, seed=3))
+    rows.append(
+        asked([{**user, **parts("the ", "cat")}], CHAT, max_tokens=6, temperature=1, n=2, seed=3)
+    )
     rows.append(asked([user], CHAT, max_tokens=4, tools=[{"type": "function"}]))
     found = bodies(answered(tmp_path, chat_bundle_folder, lines(CHAT, *rows), code=6))
     with Engine.load(chat_bundle_folder) as engine:
         (greedy,) = engine.generate([[user]], max_length=4)
         named: dict[str, Any] = {"sample": True, "n_best": 2, "seed": 3, "max_length": 6}
-        (drawn,) = engine.generate([[user]], first_row=1, **named)
+        (drawn,) = engine.generate([[{**user, "content": "the \ncat"}]], first_row=1, **named)
     for body, wanted in zip(found, (greedy, drawn), strict=False):
         texts = [choice["message"]["content"] for choice in body["choices"]]
         assert texts == [one.text for one in wanted.hypotheses]
     assert found[2]["error"]["message"].startswith("tools = ")
+
+
+def calls(arguments: Any) -> Body:
+    return {"tool_calls": [{"id": "x", "function": {"name": "f", "arguments": arguments}}]}
+
+
+def parts(*texts: str) -> Body:
+    return {"content": [{"type": "text", "text": text} for text in texts]}
+
+
+def requested(message: Body) -> Request:
+    (line,) = lines(CHAT, asked([{"role": "assistant", **message}], CHAT))
+    found = parse_request(line)
+    assert isinstance(found, Request)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ({"content": ["a", {"type": "input_text", "text": "b"}]}, parts("a", "b")),
+        ({"content": [{"type": "refusal", "refusal": "no"}]}, parts("no")),
+        ({"content": None, "tool_calls": []}, {"content": ""}),
+        (calls('{"city": "K\u00f6ln"}'), {"content": "", **calls({"city": "K\u00f6ln"})}),
+        (calls(" "), {"content": "", **calls({})}),
+        ({"role": "tool", **parts("a", "b")}, {"role": "tool", "content": "a\nb"}),
+    ],
+)
+def test_messages_reach_a_template_as_in_vllm(message: Body, expected: Body) -> None:
+    """As its `parse_chat_messages` (vllm/entrypoints/chat_utils.py) makes them."""
+    assert json.loads(requested(message).inputs[0]) == [{"role": "assistant", **expected}]
+
+
+@pytest.mark.parametrize("part", [{"type": "image_url", "image_url": {}}, {"type": "text"}, 1])
+def test_no_part_of_a_message_is_lost(part: Any) -> None:
+    for message in ({"content": [part]}, calls("{")):
+        error = requested(message).error
+        assert error is not None
+        assert error.kind == "malformed"
 
 
 KNOWN = {*SETTINGS, *WITHOUT_EFFECT, *NEUTRAL, *KEYS.values()}

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from transferry.runtime.engine.result import PartsResult, RowError, RowResult
 from transferry.runtime.errors import UsageError
-from transferry.runtime.jobs.formats.cells import json_value, to_json
+from transferry.runtime.jobs.formats.cells import JSON, json_value, to_json
 
 Endpoint = Literal["chat/completions", "completions", "embeddings"]
 # The key of the body that holds the input, and the task that answers it.
@@ -82,6 +82,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 # Whether a prompt has the tokenizer's special tokens around it; a chat's are the template's.
 SPECIAL_TOKENS = {"chat/completions": False, "completions": True, "embeddings": True}
 
+# Key of the text in a part of a message, by its type.
+_TEXTS = {
+    **dict.fromkeys(("text", "input_text", "output_text"), "text"),
+    **{name: name for name in ("refusal", "thinking")},
+}
 MOST_SHOWN = 60  # characters of a value in a message
 # Ids that are remembered, some 40 MB.
 MOST_IDS = 1 << 19
@@ -186,15 +191,42 @@ def _is_ids(value: Any) -> bool:
 
 
 def _message(message: Any) -> Any:
-    """Returns a message whose content may be a list of texts, as one text."""
-    content = message.get("content") if isinstance(message, dict) else None
-    if not isinstance(content, list):
+    """Returns a message as chat templates expect it, by the rules of vLLM's `chat_utils.py`."""
+    if not isinstance(message, dict):
         return message
-    found = [part.get("text") for part in content if isinstance(part, dict)]
-    texts = [text for text in found if isinstance(text, str)]
-    if len(texts) < len(content):
-        raise UsageError("expected a message of texts, found another kind of content")
-    return {**message, "content": "".join(texts)}
+    found, content = dict(message), message.get("content")
+    if content is None:
+        found["content"] = ""
+    elif isinstance(content, list):
+        texts = [_text(part) for part in content]
+        parts = [{"type": "text", "text": text} for text in texts]
+        found["content"] = "\n".join(texts) if message.get("role") == "tool" else parts
+    if isinstance(calls := found.pop("tool_calls", None), list) and calls:
+        found["tool_calls"] = [_call(call) for call in calls]
+    return found
+
+
+def _text(part: Any) -> str:
+    """Returns the text of a part of a message; raises UsageError if it has none."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    text = part.get(_TEXTS.get(kind, "")) if kind else part
+    if not isinstance(text, str):
+        raise UsageError(f"expected a message of texts, found {_shown(part)}")
+    return text
+
+
+def _call(call: Any) -> Any:
+    """Returns a tool call whose arguments are an object and no longer JSON."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return call
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = JSON.decode(arguments.strip() or "{}")
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"expected JSON as arguments, found {_shown(arguments)}") from error
+    return {**call, "function": {**function, "arguments": arguments or {}}}
 
 
 def _settings(body: dict[str, Any]) -> dict[str, Any]:
