@@ -329,6 +329,10 @@ class Commands(click.Group):
             if (told := _out_of_memory(error)) is None:
                 raise
             raise Failure(str(told), told.exit_code) from error
+        except FileNotFoundError as error:
+            if error.filename is not None:
+                raise
+            raise Failure("the working folder is gone; change to another", 3) from error  # getcwd
         except KeyboardInterrupt as error:
             said = f"interrupted{': ' if error.args else ''}{error}"
             click.echo(as_logged(said, "error"), err=True)

@@ -301,3 +301,12 @@ def test_messages_may_be_lines_of_json(
     assert "absent.txt" in error["message"]
     (error,) = map(json.loads, call("run", "--bean", "4").stderr.splitlines())
     assert error["message"].startswith("No such option '--bean'. Did you mean '--beam'?\nTry")
+
+
+def test_a_working_folder_that_is_gone_is_told(
+    bundle_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    fails(3, "the working folder is gone", "run", bundle_folder, "in.txt", "-o", "out.jsonl")

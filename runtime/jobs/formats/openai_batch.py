@@ -155,7 +155,7 @@ def parse_request(line: Mapping[str, Any]) -> Request | RowError:
         return RowError("malformed", f"expected url to be one of {known}, found {_shown(url)}")
     if not isinstance(body, dict):
         return RowError("malformed", f"expected body, an object, found {_shown(body)}")
-    named = custom_id, endpoint, str(body.get("model", ""))
+    named = custom_id, endpoint, str(body.get("model") or "")
     key, _ = INPUTS[endpoint]
     try:
         inputs, kind = _inputs(key, body.get(key))

@@ -241,7 +241,7 @@ def check_date(date: str) -> str:
     Raises UsageError for anything else, a day later than tomorrow, or before there were bundles.
     """
     if date == "today":
-        return datetime.datetime.now().astimezone().date().isoformat()
+        date = datetime.datetime.now().astimezone().date().isoformat()
     if _day(date) > _tomorrow():
         raise UsageError(
             f"expected the date of the verification, found {date}, which is in the future"

@@ -1,6 +1,7 @@
 """A certificate holds for the bytes and the way of computing that were verified, and no other."""
 
 import dataclasses
+import datetime
 import json
 import shutil
 from pathlib import Path
@@ -316,6 +317,12 @@ def test_a_date_is_a_date_of_the_past(plain: Path, date: str, message: str) -> N
     bundle = Bundle.load(plain)
     with pytest.raises(UsageError, match=message):
         certify(bundle, bundle.variant(), SessionOptions(), a_report(), date)
+
+
+def test_a_clock_in_the_past_is_told_before_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(certificate_module, "EARLIEST", datetime.date.max)
+    with pytest.raises(UsageError, match="before any bundle"):
+        certificate_module.check_date("today")
 
 
 @pytest.mark.parametrize(
