@@ -51,6 +51,7 @@ from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.specs import ONE_GRAPH, PORTABLE
 from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.decoding.generation_options import generation_options, suppressing
+from transferry.runtime.decoding.search import check_tokens
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.ort.open_model import ServedModel
@@ -312,6 +313,7 @@ def text_of(checkpoint: Checkpoint, request: Request) -> Text:
 
     Raises:
         InputError: A text is empty or too long, or the targets do not fit the texts.
+        UsageError: A search names a token that the vocabulary lacks.
     """
     tokenizer, config, texts = checkpoint.tokenizer, checkpoint.model.config, request.texts
     special, targets = tokenizer.special, request.targets
@@ -346,4 +348,7 @@ def text_of(checkpoint: Checkpoint, request: Request) -> Text:
     elif generation.keys() & {"beam", "n_best", "sample"}:
         search = {}  # the bundle's default search is not among the standard ones
     given = config, sources, generation, request.effort.longest, fed, SAMPLED, search
-    return Text(*given, tokenizer.decode)
+    text = Text(*given, tokenizer.decode)
+    for each in text.searches:  # before minutes of other checks
+        check_tokens(text.options(each), config.vocabulary_size)
+    return text

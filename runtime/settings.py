@@ -162,6 +162,11 @@ def shown(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
+def listed(names: Sequence[str], last: str) -> str:
+    """Returns names for a message, with `last`, such as "or", before the last one."""
+    return f" {last} ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
+
+
 def field_helps(config: type[Any]) -> dict[str, str]:
     """Returns the descriptions of a dataclass's attributes from docstrings, each as one line."""
     helps: dict[str, str] = {}

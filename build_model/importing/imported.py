@@ -9,6 +9,7 @@ from transferry.build_model.importing.huggingface.weights import Converted
 from transferry.build_model.model.config import ModelConfig
 from transferry.runtime.bundle.card import UNKNOWN, ModelCard
 from transferry.runtime.bundle.head import HeadSettings
+from transferry.runtime.settings import listed
 from transferry.runtime.tokenizer.byte_pair import AnyTokenizer
 
 MOST_SHOWN = 40  # characters of a setting in the summary
@@ -65,8 +66,10 @@ class Imported:
             if self.head is not None and self.head.task != "embed":
                 tasks.append(self.head.task)
                 tasks += ["rank"] * (tasks[-1] == "classify" and len(self.head.labels) == 1)
-            which = " and ".join(tasks) + (" works" if len(tasks) == 1 else " work")
-            lines.append(f"no masked language model head: only --task {which}")
+            verb = "works" if len(tasks) == 1 else "work"
+            lines.append(
+                f"no masked language model head: only --task {listed(tasks, 'and')} {verb}"
+            )
         if self.head is not None:
             lines.append(_describe(self.head, self.config))
         if self.generation:

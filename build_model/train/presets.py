@@ -28,6 +28,11 @@ class Preset:
     train: dict[str, Any]
     encoding: str | None = None
 
+    @property
+    def architecture(self) -> str:
+        """Architecture of the shape."""
+        return str(self.model.get("architecture", "encoder-decoder"))
+
     def shape(self, vocabulary_size: int, **changes: Any) -> TransformerConfig:
         """Returns the shape for a vocabulary, with some fields changed, without loading torch.
 

@@ -11,6 +11,7 @@ from transferry.build_model.train.presets import PRESETS, Preset
 from transferry.build_model.train.train_config import TrainConfig, require_fitting
 from transferry.build_model.train.vocabulary import require_encoding, require_vocabulary
 from transferry.runtime.errors import Option, UsageError
+from transferry.runtime.settings import listed
 from transferry.runtime.tokenizer.byte_pair import PASSAGES, SOURCES, Tokenizer
 
 
@@ -67,17 +68,21 @@ class TrainingRecipe:
             UsageError: Options exclude each other, or there is no training text.
         """
         preset = PRESETS[options["preset"]]
-        default = preset.model.get("architecture", "encoder-decoder")
-        architecture = options["architecture"] or default
+        architecture = options["architecture"] or preset.architecture
         sides = ("source", "target", "pairs")
         wanted = sides if architecture == "encoder-decoder" else ("text",)
         named = [name for name in (*sides, "text") if options[name] is not None]
         if options["builtin"] and named:
             raise UsageError(f"--builtin and --{named[0]} exclude each other; leave one out")
         if unfit := [name for name in named if name not in wanted]:
+            fitting = [
+                name
+                for name, each in PRESETS.items()
+                if (each.architecture == "encoder-decoder") is (unfit[0] in sides)
+            ]
             raise UsageError(
                 f"--{unfit[0]} and architecture {architecture} exclude each other; use "
-                f"--{', --'.join(wanted)}"
+                f"--{', --'.join(wanted)}, or --preset {listed(fitting, 'or')}"
             )
         valid = [f"valid_{name}" for name in (*sides, "text") if name not in wanted]
         if unfit := [name for name in valid if options[name] is not None]:

@@ -53,11 +53,11 @@ def require_exported_from(checkpoint: Checkpoint, bundle: Bundle) -> None:
         InputError: It has others, or links in place of files.
     """
     bundle.files.require_plain()  # onnx follows no links
-    config = checkpoint.model.config
-    if ModelConfig.from_dict(dict(bundle.manifest.model)) != config:
+    found = ModelConfig.from_dict(dict(bundle.manifest.model))
+    if differing := _differences(checkpoint.model.config, found):
         raise InputError(
-            f"{bundle.folder} holds a model of shape {dict(bundle.manifest.model)}, but the "
-            f"checkpoint has {config.to_dict()}; give the checkpoint that was exported"
+            f"{bundle.folder} holds another model, whose {differing[0]}; give the checkpoint that "
+            "was exported"
         )
     if bundle.tokenizer != checkpoint.tokenizer:
         raise InputError(
@@ -170,8 +170,9 @@ def _unequal(name: str, wanted: object, found: object) -> str:
     return "" if wanted == found else f"{name} is {found!r}, the checkpoint has {wanted!r}"
 
 
-def _differences(wanted: GenerationOptions, found: GenerationOptions) -> list[str]:
-    names = [field.name for field in fields(GenerationOptions)]
+def _differences(wanted: Any, found: Any) -> list[str]:
+    """Describes the fields of two dataclasses of a type that differ."""
+    names = [field.name for field in fields(wanted)]
     compared = (_unequal(name, getattr(wanted, name), getattr(found, name)) for name in names)
     return [problem for problem in compared if problem]
 

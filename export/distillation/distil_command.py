@@ -29,11 +29,7 @@ from transferry.runtime.console.shared_options import (
 from transferry.runtime.errors import UsageError
 from transferry.runtime.jobs.job_options import JobOptions
 
-STUDENTS = [
-    name
-    for name, preset in PRESETS.items()
-    if preset.model.get("architecture", "encoder-decoder") == "encoder-decoder"
-]
+STUDENTS = [name for name, preset in PRESETS.items() if preset.architecture == "encoder-decoder"]
 TEACHER = "Teacher"
 teacher_options = together(
     option(

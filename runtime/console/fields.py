@@ -4,11 +4,13 @@ import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import click
 
+from transferry.runtime.console.group import FilePath
 from transferry.runtime.proof.certificates.strength import FORMER
 from transferry.runtime.settings import check_value, field_helps, field_types
 
@@ -81,7 +83,8 @@ def fields_as_options(
     headings = {name: each for each, names in (panels or {}).items() for name in names}
 
     def declared(field: dataclasses.Field[Any]) -> Callable[[Any], Any]:
-        hint, text, flag = hints[field.name], helps[field.name], field.name.replace("_", "-")
+        hint, flag = hints[field.name], field.name.replace("_", "-")
+        text = helps.get(field.name, "")  # python -OO keeps no docstrings
         made = partial(
             click.option,
             cls=PanelOption,
@@ -91,7 +94,7 @@ def fields_as_options(
         if NoneType in get_args(hint):
             (hint,) = (kind for kind in get_args(hint) if kind is not NoneType)
         if before := (prefixes or {}).get(field.name):
-            text = before + (text if text[:2].isupper() else text[0].lower() + text[1:])
+            text = before + (text if text[:2].isupper() else text[:1].lower() + text[1:])
         several = get_origin(hint) is tuple
         if several:
             hint = get_args(hint)[0]
@@ -105,14 +108,20 @@ def fields_as_options(
         if hint is bool:
             name = f"--{flag}/--no-{flag}" if default else f"--{flag}"
             return made(name, is_flag=True, default=None, help=text)
-        kind = click.Choice(get_args(hint)) if get_origin(hint) is Literal else hint
-        if bool in get_args(hint):
-            (words,) = (get_args(each) for each in get_args(hint) if each is not bool)
-            kind = Switch(["true", "false", *words])
-        return made(f"--{flag}", type=kind, multiple=several, help=text)
+        return made(f"--{flag}", type=_kind(hint), multiple=several, help=text)
 
     fields = [field for field in dataclasses.fields(config) if field.name not in leave_out]
     return together(*map(declared, fields))
+
+
+def _kind(hint: Any) -> Any:
+    """Returns click's type of values of a field."""
+    if hint is Path:
+        return FilePath()
+    if bool in get_args(hint):
+        (words,) = (get_args(each) for each in get_args(hint) if each is not bool)
+        return Switch(["true", "false", *words])
+    return click.Choice(get_args(hint)) if get_origin(hint) is Literal else hint
 
 
 def _in_range(

@@ -54,7 +54,7 @@ _MORE = "raise the limit (ulimit -v), or end other programs"
 # MiB of address space without which libraries cannot even be loaded: at least, and for each core,
 # whose threads reserve a stack and an arena. Measured with a tiny model on two cores, rounded up.
 _RUNTIME, _WITH_TORCH = (200, 40), (1200, 140)
-TORCH_COMMANDS = {"train", "import", "export", "audit"}
+TORCH_COMMANDS = {"train", "distil", "import", "export", "audit"}
 # Messages of the dynamic loader.
 _NO_ROOM = ("failed to map segment", "annot allocate memory", "can't start new thread")
 CONFIG, HELP_ALL = f"{__name__}.config", f"{__name__}.help_all"
@@ -80,14 +80,16 @@ class FilePath(click.Path):
         """Refuses an impossible path, before `exists` raises an error of its own."""
         if is_url(str(value)):
             if not self.remote:
-                found = shown_url(str(value))
-                self.fail(f"expected a path, found {found}; only INPUT and --out may be URLs")
+                told = f"expected a path, found {shown_url(str(value))}"
+                self.fail(f"{told}; only INPUT and --out may be URLs", param, ctx)
             if HIDDEN in str(value):
                 self.fail(f"{value} has {HIDDEN} in the place of a secret; give the whole address")
             return RemoteFile(str(value))
         path = Path(value)
         if not str(value):
             self.fail("expected a path, found nothing", param, ctx)
+        if self.writes and not self.remote and path == STANDARD_STREAM:
+            self.fail("expected a path, found -; standard output takes answers alone", param, ctx)
         try:
             path.lstat()
         except (FileNotFoundError, NotADirectoryError):
@@ -142,16 +144,19 @@ def _whole_help(ctx: click.Context) -> str:
     return ctx.get_help()
 
 
-_help_all = click.Option(["--help-all"], help="Show every option and exit.", **_flag(_whole_help))
+_help_all, _same_help = (
+    click.Option(["--help-all"], help=text, hidden=not text, **_flag(_whole_help))
+    for text in ("Show every option and exit.", "")
+)
 
 
 class CheckedCommand(click.Command):
     """A command whose outputs are apart from its inputs and from each other."""
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        """Returns the parameters, with --help-all where --help is short."""
-        added = [_help_all] if self.name in COMMON and self.add_help_option else []
-        return super().get_params(ctx) + added
+        """Returns the parameters, with --help-all, listed where --help is short."""
+        added = [_help_all if self.name in COMMON else _same_help]
+        return super().get_params(ctx) + (added if self.add_help_option else [])
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Lists the options by concern: all of them, or the common ones."""

@@ -27,7 +27,7 @@ from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.io.outputs import STANDARD_STREAM
 from transferry.runtime.jobs.job_options import JobOptions, RayOptions
 from transferry.runtime.proof.certificates.strength import STRENGTHS
-from transferry.runtime.settings import check_value, read_settings, shown
+from transferry.runtime.settings import check_value, listed, read_settings, shown
 
 if TYPE_CHECKING:
     from transferry.runtime.decoding.batching import BatchOptions
@@ -296,7 +296,7 @@ def task_options(command: str) -> Callable[[Command], Command]:
     for name in option_names(*tasks):
         takers = [task.name for task in tasks if name in option_names(task)]
         if len(takers) < len(tasks):
-            prefixes[name] = f"For {' and '.join(takers)}: "
+            prefixes[name] = f"For {listed(takers, 'and')}: "
     return fields_as_options(
         JobOptions, leave_out=[*left_out], panel=ROWS, panels=JOB_PANELS, prefixes=prefixes
     )

@@ -84,7 +84,7 @@ class GenerationOptions:
         prefix: token ids that every answer begins with.
         stop: text before which an answer ends; its tokens stay, and prompts are not searched.
         split_lines: answer each line of a text on its own and join the answers by its line breaks;
-            None for encoder-decoders alone.
+            left out, encoder-decoders alone do.
         scores: compute log-probability and score; greedy search is faster without.
     """
 
@@ -248,7 +248,8 @@ def suppressing(
     for text in suppress:
         if isinstance(text, str):
             if not text.strip():
-                raise UsageError(f"suppress holds {shown(text)}, which has no tokens; leave it out")
+                told = f" holds {shown(text)}, which has no tokens; leave it out"
+                raise UsageError(Option("suppress"), told)
             # The text itself, and after a blank.
             sequences |= dict.fromkeys(tuple(encode(each)) for each in (text, f" {text}"))
     single = (ids[0] for ids in sequences if len(ids) == 1)

@@ -27,7 +27,7 @@ from transferry.runtime.decoding.logits_processors import (
 from transferry.runtime.decoding.sampling import SamplingStrategy
 from transferry.runtime.decoding.stop_strings import StopStrings
 from transferry.runtime.decoding.strategy import Key, Request, Strategy
-from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.errors import InputError, Option, UsageError
 from transferry.runtime.tokenizer.special_tokens import SpecialTokens
 
 Decode: TypeAlias = Callable[[Iterable[int]], str]
@@ -124,7 +124,7 @@ def search_stream(
         InputError: As `search`.
         UsageError: As `search`.
     """
-    _check_tokens(options, decoder.vocabulary_size)
+    check_tokens(options, decoder.vocabulary_size)
     stops = StopStrings(options.stop, decode)
     while requests := take(slots):
         _check_requests(requests, options, decoder.vocabulary_size, special.ends)
@@ -310,7 +310,8 @@ def pad_sources(sources: Sequence[Sequence[int]], pad_id: int) -> tuple[Integers
     return ids, mask
 
 
-def _check_tokens(options: GenerationOptions, vocabulary: int) -> None:
+def check_tokens(options: GenerationOptions, vocabulary: int) -> None:
+    """Raises UsageError for a token id of the options that the vocabulary lacks."""
     tokens = {name: getattr(options, name) for name in TOKEN_IDS}
     tokens["suppress_sequences"] = [token for item in options.suppress_sequences for token in item]
     tokens["forced_begin"] = () if options.forced_begin is None else (options.forced_begin,)
@@ -318,8 +319,9 @@ def _check_tokens(options: GenerationOptions, vocabulary: int) -> None:
         largest = max(values, default=0)
         if largest >= vocabulary:
             raise UsageError(
-                f"{name} holds token {largest}, expected tokens from 0 to {vocabulary - 1}: give "
-                "ids of the bundle's tokenizer"
+                Option(name),
+                f" holds token {largest}, expected tokens from 0 to {vocabulary - 1}: give "
+                "ids of the bundle's tokenizer",
             )
 
 

@@ -268,7 +268,7 @@ class OpenBundle:
         if not decoders:
             raise UsageError(
                 f"{self.bundle.folder} holds an encoder-only model, which generates nothing; its "
-                f"tasks are {' and '.join(self.tasks)}"
+                f"tasks: {', '.join(self.tasks)}"
             )
         return decoders
 

@@ -51,6 +51,8 @@ def found_at(folder: Path) -> str:
         return "found a bundle"
     if is_checkpoint(folder):
         return f"found a checkpoint; export it: transferry export {place} --out BUNDLE"
+    if (folder / "reference.npz").is_file():
+        return "found a bundle without its manifest.json; copy the bundle again"
     for mark, kind in _IMPORTED.items():
         if any(mark != CONFIG or _is_config(path) for path in folder.glob(mark)):
             return f"found a folder of {kind}; export it: transferry export {place} --out BUNDLE"

@@ -144,6 +144,8 @@ class Job:
             )
         if options.target is None:
             return reader, None
+        if options.target == STANDARD_STREAM in self.sources:
+            raise UsageError("standard input cannot be the input and the targets; name a file")
         return reader, open_reader(options.target, format=options.format_in, **options.dialect)
 
     def _writer(self) -> RowWriter:

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Self
+from typing import Any, Self, get_args
 
+from transferry.runtime.engine.tasks.task import OutputFormat
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.io.atomic import atomic_file, require_writable, standard_output
 from transferry.runtime.io.documents import read_document
@@ -21,7 +22,7 @@ from transferry.runtime.jobs.formats.columnar import opened_parquet
 from transferry.runtime.jobs.formats.detection import named_format
 from transferry.runtime.jobs.formats.records import RowWriter
 from transferry.runtime.jobs.formats.remote_file import RemoteFile, RemoteFolder
-from transferry.runtime.jobs.formats.writers import join_writer
+from transferry.runtime.jobs.formats.writers import ENDINGS, join_writer
 from transferry.runtime.jobs.job_options import fraction
 from transferry.runtime.jobs.journal import (
     JOB_FORMAT,
@@ -156,17 +157,13 @@ def merge(
         if former.get("merged") != hashes:
             raise UsageError(f"{out} exists already; add --force to replace it")
         return replace(Summary.from_dict(former), finished_before=True)
+    if out != STANDARD_STREAM:
+        _require_fitting(out, partitions[0], keep_parts=keep_parts)
     summary = _joined(partitions)
     if keep_parts:
         _keep(partitions, out, summary)
         return summary
-    compression = partitions[0].fingerprint["compression"]
-    if out != STANDARD_STREAM and named_format(out)[1] != compression:
-        raise UsageError(
-            f"{out} must be compressed as {partitions[0].path} is; let its name end in "
-            f"{compression or 'no .gz or .zst'}"
-        )
-    packing = "" if out == STANDARD_STREAM else compression
+    packing = "" if out == STANDARD_STREAM else partitions[0].fingerprint["compression"]
     writer, first = _writer(partitions[0], packing), partitions[0].first
     files = [path for partition in partitions for path in partition.files]
     if out == STANDARD_STREAM:
@@ -179,6 +176,21 @@ def merge(
         _describe(summary, out, sha256(Path(file.name)))
     _forget_lines(partitions)
     return summary
+
+
+def _require_fitting(out: Path, partition: _Partition, *, keep_parts: bool) -> None:
+    """Raises UsageError for a name of another format or compression than the partitions have."""
+    format, compression = (partition.fingerprint[f] for f in ("output_format", "compression"))
+    ending, packed = named_format(out)
+    usual = (ENDINGS.get(format, format), named_format(partition.path)[0])
+    if ending in {ENDINGS.get(each, each) for each in get_args(OutputFormat)} - {*usual}:
+        told = f"must have the format of {partition.path}; let its name end in .{usual[0]}"
+        raise UsageError(f"{out} {told}")
+    if packed != compression and not keep_parts:
+        raise UsageError(
+            f"{out} must be compressed as {partition.path} is; let its name end in "
+            f"{compression or 'no .gz or .zst'}"
+        )
 
 
 def _joined(partitions: Sequence[_Partition]) -> Summary:

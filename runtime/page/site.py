@@ -85,7 +85,6 @@ def write_site(
     """
     require_new(out, foreign_site, force=force)
     require_apart([out], [bundle_folder])
-    dist = find_runtime(runtime, (*WASM, *(WEBGPU if webgpu else ())))
     bundle = Bundle.load(bundle_folder)
     if variant not in STANDARD:
         raise UsageError(
@@ -94,6 +93,7 @@ def write_site(
         )
     chosen = bundle.variant(variant)
     page_of(bundle)
+    dist = find_runtime(runtime, (*WASM, *(WEBGPU if webgpu else ())))
     files = _model_files(bundle, chosen)
     standing = certified(bundle, chosen)
     with staged_folder(out) as folder:

@@ -3,13 +3,15 @@
 import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.commands import call, fails
 from transferry.cli import main
-from transferry.runtime.console.group import COMMANDS, COMMON
+from transferry.runtime.console.group import COMMANDS, COMMON, FilePath
 
 RUN = "run bundle lines.txt -o new.jsonl"
 NINES = "9" * 20
@@ -72,13 +74,13 @@ EXCLUDING = [
 ]
 NO_TASK = "whose task is generate; all other tasks need an encoder-only one"
 TASKS = [
-    ("run reader lines.txt", "task embed writes npy or parquet or jsonl or openai, not text"),
+    ("run reader lines.txt", "task embed writes npy, parquet, jsonl or openai, not text"),
     ("run reader lines.txt --task embed --format npy", "npy cannot go to standard output"),
     (
         "run reader lines.txt --task fill-mask --format npy",
-        "fill-mask writes jsonl or text or tsv or csv or parquet, not npy",
+        "fill-mask writes jsonl, text, tsv, csv or parquet, not npy",
     ),
-    ("run reader lines.txt --task generate", "its tasks are embed and fill-mask"),
+    ("run reader lines.txt --task generate", "its tasks: embed, fill-mask"),
     *((f"run bundle lines.txt --task {task}", NO_TASK) for task in ("embed", "fill-mask")),
     *((f"run bundle lines.txt --task {task}", NO_TASK) for task in ("classify", "tag")),
     ("score bundle lines.txt", "encoder-decoder; name the texts to score with --target"),
@@ -187,6 +189,24 @@ def test_a_pipe_without_a_writer_is_not_waited_for(
 def test_help_lists_every_command_by_its_purpose() -> None:
     listed = [name for names in COMMANDS.values() for name in names]
     assert sorted(listed) == sorted(main.commands)
+
+
+@pytest.mark.parametrize("command", main.commands)
+def test_every_command_has_help_all(command: str) -> None:
+    """And an output that cannot be standard output refuses to be a file of its name."""
+    assert f"Usage: main {command}" in call(command, "--help-all").stdout
+    for each in main.commands[command].params:
+        kind = each.type
+        if isinstance(kind, FilePath) and kind.writes and not kind.remote:
+            refused = call(command, "x", each.opts[-1], "-")
+            assert "expected a path, found -; standard output" in refused.stderr
+
+
+def test_help_needs_no_docstrings() -> None:
+    command = (sys.executable, "-OO", "-m", "transferry", "run", "--help")
+    assert (
+        "--beam INTEGER" in subprocess.run(command, capture_output=True, check=True).stdout.decode()
+    )
 
 
 @pytest.mark.parametrize("command", COMMON)

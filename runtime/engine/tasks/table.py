@@ -15,6 +15,7 @@ from transferry.runtime.engine.tasks.score import Score, ScoreOptions
 from transferry.runtime.engine.tasks.tag import TagOptions, TagTask
 from transferry.runtime.engine.tasks.task import Task
 from transferry.runtime.errors import Option, UsageError
+from transferry.runtime.settings import listed
 
 if TYPE_CHECKING:
     from transferry.runtime.bundle.bundle import Bundle
@@ -46,10 +47,8 @@ def check_options(task: type[Task], options: TaskOptions) -> None:
         if field.name not in own and (value := getattr(options, field.name)) != default:
             name = next(iter(value)) if field.name == "generation" else field.name
             others = [each.name for each in TASKS.values() if field.name in option_names(each)]
-            raise UsageError(
-                Option(name),
-                f" has no effect on task {task.name}, only on {' and '.join(others)}; leave it out",
-            )
+            told = f"on task {task.name}, only on {listed(others, 'and')}; leave it out"
+            raise UsageError(Option(name), f" has no effect {told}")
     task.check(options)
 
 

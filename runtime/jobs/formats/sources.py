@@ -106,10 +106,11 @@ def _table(folder: Path) -> list[Path]:
     ]
     found = {named_format(path)[0] for path in files}
     if len(found) != 1:
-        said = ", ".join(sorted(f".{name}" if name else "none" for name in found)) or "no file"
+        said = ", ".join(sorted(f".{name}" if name else "none" for name in found))
         raise InputError(
-            f"{folder}: expected a folder with files of one format, found the endings {said}; name "
-            f"its files, such as '{folder}/*.jsonl'"
+            f"{folder}: expected a folder with files of one format, found "
+            f"{f'the endings {said}' if said else 'no file'}; name its files, such as "
+            f"'{folder}/*.jsonl'"
         )
     return files
 

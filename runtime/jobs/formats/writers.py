@@ -39,6 +39,7 @@ from transferry.runtime.jobs.formats.records import (
     RowWriter,
     output_columns,
 )
+from transferry.runtime.settings import listed
 
 # Columns of every task behind its own; in tables `error` is two columns.
 _ANY_TASK = columns(truncated="boolean", error_kind="text", error_message="text")
@@ -172,7 +173,7 @@ def _chosen_format(
     format = format or task.default_format
     if format not in task.formats:
         raise UsageError(
-            f"task {task.name} writes {' or '.join(task.formats)}, not {format}; name another "
+            f"task {task.name} writes {listed(task.formats, 'or')}, not {format}; name another "
             "--out or --format"
         )
     for column, held in (("indices", "sparse vectors"), ("vectors", "vectors of tokens")):

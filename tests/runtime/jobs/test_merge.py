@@ -92,6 +92,7 @@ def test_every_format_is_joined(source: Path, suffix: str, tmp_path: Path) -> No
         ("no partition", InputError, "whole.jsonl is not a partition: its job ran without --part"),
         ("existing", UsageError, "out.jsonl exists already, and no merge wrote it, so it is not"),
         ("itself", UsageError, "1of3.jsonl is one of the partitions; name another file"),
+        ("format", UsageError, "out.csv must have the format of .*; let its name end in .jsonl"),
         ("compression", UsageError, "must be compressed as .*; let its name end in no .gz or .zst"),
     ],
 )
@@ -128,7 +129,7 @@ def test_what_is_not_one_job_is_refused(
     elif fault == "itself":
         out = parts[0]
     else:
-        out = tmp_path / "out.jsonl.gz"
+        out = tmp_path / {"compression": "out.jsonl.gz", "format": "out.csv"}[fault]
     before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
     with pytest.raises(error, match=message):
         merge(parts, out)

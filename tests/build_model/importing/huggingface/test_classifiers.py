@@ -280,10 +280,10 @@ def test_jobs_with_heads(
         (["--task", "embed", "--aggregation", "max"], "--aggregation has no effect on task embed"),
         (["--task", "rank"], "name the column of the second with --pair"),
         (["--task", "classify", "--prompt", "query"], "--prompt has no effect on task"),
-        (["--task", "generate"], "its tasks are embed and "),
+        (["--task", "generate"], "its tasks: embed, "),
         (
             ["--task", task, *paired, "--format", "npy"],
-            f"task {task} writes jsonl or tsv or csv or parquet",
+            f"task {task} writes jsonl, tsv, csv or parquet",
         ),
     ):
         failed = call("run", bundle, rows, *wrong)

@@ -1,5 +1,7 @@
 """Every row of every format comes out once, in its place, whatever is wrong with it."""
 
+import contextlib
+import encodings.aliases
 import gzip
 import io
 import json
@@ -18,6 +20,7 @@ from transferry.runtime.io.lines import LongLine
 from transferry.runtime.jobs.formats import cells, columnar
 from transferry.runtime.jobs.formats.readers import open_reader
 from transferry.runtime.jobs.formats.rows import InputRow, RowReader
+from transferry.runtime.jobs.job_options import JobOptions
 
 zstandard = pytest.importorskip("zstandard", reason="zstandard is an optional extra")
 pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is an optional extra")
@@ -273,6 +276,19 @@ def test_a_pipe_is_read_once(tmp_path: Path, name: str, head: bytes, row: bytes)
     writer.start()
     assert texts(pipe) == wanted
     writer.join()
+
+
+def test_every_encoding_reads_or_refuses(tmp_path: Path) -> None:
+    """Python's codecs raise errors of several classes for bytes that they cannot read."""
+    read = 0
+    for name in sorted({*encodings.aliases.aliases.values()}):
+        with contextlib.suppress(UsageError):
+            JobOptions(encoding=name)
+            for content in (b"abc\ndef\n", b"+//8-\n~{\n\xff\n", b"\x1b$)C\n\x0e!\n", b"\0\0\0a"):
+                with contextlib.suppress(InputError):
+                    path = written(tmp_path, "rows.txt", content)
+                    read += len(rows(open_reader(path, encoding=name)))
+    assert read > 500
 
 
 def test_zstd_frames_follow_each_other(tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ def test_a_file_without_an_object_tells_no_columns(tmp_path: Path, rest: bytes) 
         (["x/*.txt"], "expected files of this pattern, found no file"),
         (["-", "a.txt"], "standard input cannot be one of several"),
         (["."], "expected a folder with files of one format, found the endings .csv, .json"),
-        (["empty"], "expected a folder with files of one format, found the endings no file"),
+        (["empty"], "expected a folder with files of one format, found no file"),
         ([], "expected an input, found none"),
         (["splits"], r"several splits; name one of them: splits/train, splits/test"),
         (["nosuch://a/b.txt"], "nosuch://a/b.txt cannot be opened"),

@@ -280,12 +280,12 @@ def test_a_full_disk_is_no_fault_of_the_parts(tmp_path: Path, name: str) -> None
         (
             "out.npy",
             {},
-            "task generate writes jsonl or text or tsv or csv or parq.*, not npy",
+            "task generate writes jsonl, text, tsv, csv, parq.*, not npy",
         ),
         (
             "out.txt",
             {"task": "embed"},
-            "task embed writes npy or parquet or jsonl or openai, not tex",
+            "task embed writes npy, parquet, jsonl or openai, not tex",
         ),
         ("-", {"format": "parquet"}, "parquet cannot go to standard output; name a file"),
         ("-", {"task": "embed", "format": "npy"}, "npy cannot go to standard output"),
