@@ -47,7 +47,9 @@ def load_own(
     torch.backends.mha.set_fastpath_enabled(False)
     with _told(f"{name} failed"):
         module: Any = function()
-    if not isinstance(module, nn.Module) or not list(module.parameters()):
+    module = getattr(module, "_orig_mod", module)  # of torch.compile
+    scripted = isinstance(module, torch.jit.ScriptModule)
+    if scripted or not isinstance(module, nn.Module) or not list(module.parameters()):
         found = type(module).__name__
         raise UsageError(f"{name}: expected a torch.nn.Module with weights, found {found}")
     module = module.eval().float().cpu().requires_grad_(False)
@@ -279,7 +281,8 @@ class _Trial:
         self._require_close("logits of the first tokens alone", first, whole[:, :FIRST], remedy)
         if not model.encoder:
             mask = torch.ones(len(LENGTHS), first.shape[1], dtype=torch.bool)
-        second, _ = model.decode(self.target[:, FIRST:], mask, cross, past)
+        second, present = model.decode(self.target[:, FIRST:], mask, cross, past)
+        self.require_cache("present (past included)", present, TARGET)
         self._require_close("logits of a second call", second, whole[:, FIRST:], remedy)
 
     def _longest(self, model: OwnModel) -> None:

@@ -8,7 +8,7 @@ Protocol of the module, shapes as in `Transformer`:
     cache: (layers, heads, width)   of the keys and values in cross and past
     encode(source, source_mask) -> encoded [batch, source, d_model]
     cross(encoded) -> (keys, values) of each layer, [batch, heads, source, width]
-    decode(target, mask, cross, past) -> logits [batch, target, vocabulary], present
+    decode(target, mask, cross, past) -> logits [batch, target, vocabulary], present (past included)
 
     an encoder
     forward(source, source_mask) -> hidden [batch, source, d_model]

@@ -153,6 +153,14 @@ class NoPast(Decoder):
         return logits.where(seen[:, None, None], torch.nan), present
 
 
+class NewAlone(Decoder):
+    """Its present lacks the past."""
+
+    def decode(self, target: Tensor, mask: Tensor, cross: Any, past: Any) -> Any:
+        logits, present = super().decode(target, mask, cross, past)
+        return logits, [tuple(each[:, :, -target.shape[1] :] for each in present[0])]
+
+
 def loaded(module: nn.Module, place: Path) -> Any:
     return load_own(lambda: module, "mine:module", place / "words.txt")
 
@@ -165,6 +173,8 @@ def test_modules_that_keep_the_protocol(place: Path) -> None:
     tied.second = tied.output  # the exporter chooses either name of a weight
     assert {"output.weight", "second.weight"} <= weights_of(tied).keys()
     assert loaded(tied, place).model.config.architecture == "decoder-only"
+    compiled: Any = torch.compile(Decoder())
+    assert isinstance(loaded(compiled, place).model.module, Decoder)
 
 
 def in_place(present: Any) -> Any:
@@ -197,6 +207,14 @@ FAULTS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "shape": (
         lambda: Decoder(lambda p: [tuple(each[..., :8] for each in p[0])]),
         r"present, keys of layer 0, of shape \[3, 1, 5, 16\], found \[3, 1, 5, 8\]",
+    ),
+    "new alone": (
+        lambda: NewAlone(),
+        r"present \(past included\), keys of layer 0, .* found \[3, 1, 3, 16\]",
+    ),
+    "scripted": (
+        lambda: torch.jit.ScriptModule(),
+        "expected a torch.nn.Module with weights, found .*ScriptModule",
     ),
     "vocabulary": (
         lambda: Decoder(vocabulary=39),
