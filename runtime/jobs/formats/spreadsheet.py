@@ -6,7 +6,7 @@ import re
 import warnings
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import islice
@@ -66,7 +66,7 @@ class SpreadsheetReader(RowReader):
     @contextmanager
     def _rows(self) -> Iterator[Iterator[Sequence[Any]]]:
         """Opens the sheet; gives the cells of each row, the header included."""
-        openpyxl = _import_openpyxl()
+        read = _import_openpyxl()
         recorded = warnings.catch_warnings(record=True)
         with _told(self.file), recorded as warned, self._steady.opened() as file:
             warnings.simplefilter("always")
@@ -77,7 +77,7 @@ class SpreadsheetReader(RowReader):
                     f"{self.file}: expected at most {_MOST_TEXTS >> 20} MiB of texts, found more; "
                     "save the sheet as CSV"
                 )
-            book = openpyxl.load_workbook(file, read_only=True, data_only=True)
+            book = read(file)
             for sheet in book:
                 sheet.reset_dimensions()  # some programs store a smaller size than the sheet has
             yield _filled(self._chosen(book).iter_rows(), warned)
@@ -157,7 +157,34 @@ def _unescaped(found: re.Match[str]) -> str:
     return bytes.fromhex(units).decode("utf-16-be", "surrogatepass")
 
 
-def _import_openpyxl() -> Any:
+def _import_openpyxl() -> Callable[[Any], Any]:
+    """Returns a function that opens a workbook to read its values."""
     with from_extra("jobs", ".xlsx needs openpyxl", instead=", or save the sheet as CSV"):
-        import openpyxl
-    return openpyxl
+        from openpyxl.cell.text import Text
+        from openpyxl.reader import excel
+        from openpyxl.xml.functions import iterparse
+
+    class Reader(excel.ExcelReader):  # type: ignore[misc]
+        """Reads sheets, texts and styles alone: damage in charts or properties does not matter."""
+
+        def read_strings(self) -> None:
+            """Reads the texts of all sheets; openpyxl itself drops `x005F_` from them."""
+            part = self.package.find(excel.SHARED_STRINGS)
+            if part is not None:
+                with self.archive.open(part.PartName[1:]) as file:
+                    for _, node in iterparse(file):
+                        if node.tag.endswith("}si"):
+                            self.shared_strings.append(Text.from_tree(node).content)
+                            node.clear()
+
+        def _nothing(self, *parts: Any) -> None:
+            """Leaves a part out."""
+
+        read_chartsheet = read_properties = read_custom = read_theme = _nothing
+
+    def read(file: Any) -> Any:
+        reader = Reader(file, read_only=True, data_only=True, keep_links=False)
+        reader.read()
+        return reader.wb
+
+    return read
