@@ -12,6 +12,7 @@ from pathlib import Path
 # Notes of functions that a program calls; a command prints them on stderr instead.
 LOG = logging.getLogger("transferry")
 _ROOT = Path(__file__).parent.parent
+DOWNLOAD = "Download a model of Hugging Face first: hf download MODEL --local-dir FOLDER."
 
 
 class TransferryError(Exception):

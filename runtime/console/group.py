@@ -14,7 +14,13 @@ from typing import IO, Any
 import click
 
 from transferry.runtime.console.progress import COMMAND_LINE, as_logged, log_line, logs_json
-from transferry.runtime.errors import InputError, TransferryError, UsageError, install_command
+from transferry.runtime.errors import (
+    DOWNLOAD,
+    InputError,
+    TransferryError,
+    UsageError,
+    install_command,
+)
 from transferry.runtime.installation import installed_version
 from transferry.runtime.io.folders import names_function
 from transferry.runtime.io.outputs import STANDARD_STREAM, require_apart, require_own
@@ -55,6 +61,8 @@ _MORE = "raise the limit (ulimit -v), or end other programs"
 # whose threads reserve a stack and an arena. Measured with a tiny model on two cores, rounded up.
 _RUNTIME, _WITH_TORCH = (200, 40), (1200, 140)
 TORCH_COMMANDS = {"train", "distil", "import", "export", "audit"}
+# How to get the argument of a command, where there is no such path.
+REMEDIES = {"import": f" {DOWNLOAD}"}
 # Messages of the dynamic loader.
 _NO_ROOM = ("failed to map segment", "annot allocate memory", "can't start new thread")
 CONFIG, HELP_ALL = f"{__name__}.config", f"{__name__}.help_all"
@@ -202,7 +210,10 @@ class CheckedCommand(click.Command):
             if isinstance(parameter, click.Argument) and ctx.info_name in TORCH_COMMANDS:
                 for path in paths:  # before torch is imported
                     if not path.exists() and not names_function(str(path)):
-                        raise InputError(f"{path}: cannot be read: No such file or directory.")
+                        remedy = REMEDIES.get(ctx.info_name, "")
+                        raise InputError(
+                            f"{path}: cannot be read: No such file or directory.{remedy}"
+                        )
             inputs += () if kind.writes else paths
             outputs += [(path, kind) for path in paths if kind.writes]
         # Settings that a command wrote are read, and may be written again beside the same output.

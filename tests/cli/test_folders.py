@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import call, done
+from tests.commands import call, done, fails
 from tests.fuzz.models import gpt2
 from transferry.build_model.checkpoint import load_checkpoint
 from transferry.build_model.importing.huggingface.importer import read_card
@@ -90,3 +90,7 @@ def test_run_of_a_folder_names_the_command(downloaded: Path) -> None:
     assert refused.exit_code == 3
     found = f"found a folder of Hugging Face; export it: transferry export {downloaded} --out"
     assert found in refused.stderr
+
+
+def test_a_name_of_the_hub_is_told_how_to_download(tmp_path: Path) -> None:
+    fails(3, "hf download MODEL", "import", "Helsinki-NLP/opus-mt-en-de", "--out", tmp_path / "run")

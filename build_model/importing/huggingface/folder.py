@@ -12,7 +12,7 @@ from transferry.build_model.importing.formats.tensors import (
     Tensors,
     open_weights,
 )
-from transferry.runtime.errors import InputError
+from transferry.runtime.errors import DOWNLOAD, InputError
 from transferry.runtime.io.documents import MOST_JSON, read_document
 from transferry.runtime.io.whole import read_bytes
 from transferry.runtime.settings import shown
@@ -273,10 +273,7 @@ def _elsewhere(folder: Path) -> str:
     if folder.is_file():
         return found or f"{folder} is a file; name the folder that holds it"
     if not folder.is_dir():
-        return (
-            "there is no such folder. Download a model of Hugging Face first: "
-            "hf download MODEL --local-dir FOLDER"
-        )
+        return f"there is no such folder. {DOWNLOAD}"
     if found:
         return found
     # Of a training, or of the cache of Hugging Face.
