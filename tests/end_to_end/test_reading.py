@@ -280,6 +280,7 @@ def wide_zstd() -> bytes:
         ("a.csv", b"id;text\n1;a\n2\n", "cannot tell whether ',' or ';'.*--delimiter"),
         ("a.csv", b"id;a,text\n1;2,x\n", "cannot tell whether ',' or ';'.*--delimiter"),
         ("a.tsv", b"id,text\n1,a\n", r"cannot tell whether '\\t' or ','.*--delimiter"),
+        ("a.tsv", b'"id"\t"text"\n"1"\t"a"\n', "quotation marks as in CSV; add --format-in csv"),
         ("a.zst", wide_zstd(), "larger window than 128 MiB; unpack it first: zstd -d --long"),
         ("a.xz", lzma.compress(b"abc\n" * 99)[:-9], "damaged or cut short"),
         ("a.bz2", bz2.compress(b"abc\n") + b"more", "damaged or cut short"),
@@ -294,6 +295,26 @@ def test_what_is_no_rows_is_refused(
     path.write_bytes(content)
     with pytest.raises((InputError, UsageError), match=message):
         rows_of(path)
+
+
+def test_quoted_cells_of_pandas_are_no_tsv(tmp_path: Path) -> None:
+    """A doubled mark tells them from the marks of a corpus, which belong to its texts."""
+    draw, path, refused = random.Random(4), tmp_path / "a.tsv", 0
+    for _ in range(60):
+        texts = ["".join(draw.choices(['"', "a", " b", ",", "\n"], k=4)) for _ in range(3)]
+        pandas.DataFrame({"text": texts, "n": "x"}).to_csv(path, sep="\t", index=False)
+        quoted = any('"' in text for text in texts)
+        if quoted:
+            with pytest.raises(InputError, match="quotation marks as in CSV"):
+                rows_of(path)
+            refused += 1
+        assert rows_of(path, format="csv", delimiter="\t") == texts
+        lines = [text.replace("\n", "c") for text in texts]
+        path.write_text("text\tn\n" + "".join(f"{line}\tx\n" for line in lines))
+        assert rows_of(path, delimiter="\t") == lines
+        if any('"' in line[1:-1].replace('""', "") for line in lines):
+            assert rows_of(path) == lines
+    assert 20 < refused < 60
 
 
 def test_a_nul_is_an_error_of_its_row(tmp_path: Path) -> None:

@@ -40,6 +40,8 @@ _CONVERSIONS = {
     **dict.fromkeys(("xls", "xlsb", "ods"), "soffice --headless --convert-to csv FILE"),
     "orc": "python -c \"import pandas; pandas.read_orc('FILE').to_parquet('NEW.parquet')\"",
 }
+# A cell in quotation marks.
+_QUOTED = re.compile(r'(?<![^\t\n])"(?:[^"]|"")*"(?![^\t\n])')
 DELIMITERS = (",", ";", "\t", "|")
 
 
@@ -136,9 +138,15 @@ def find_delimiter(path: Source | str, lines: Sequence[str], usual: str, *, cut:
         cut: Whether the file goes on.
 
     Raises:
-        InputError: Several delimiters fit, or the header has another one and some rows have not.
+        InputError: Several delimiters fit, or the header has another one and some rows have not;
+            or cells of TSV are quoted as in CSV.
     """
     header = lines[0] if lines else ""
+    if usual == "\t" and _is_quoted("\n".join(lines)):
+        raise InputError(
+            f"{path}: expected TSV, found cells in quotation marks as in CSV; add --format-in csv "
+            "--delimiter tab, or --delimiter tab alone if the marks belong to the texts"
+        )
     # TSV has no quoting, so its rows say less.
     fitting = [each for each in DELIMITERS if usual != "\t" and _fits(lines, each, cut=cut)]
     if len(fitting) == 1:
@@ -153,6 +161,14 @@ def find_delimiter(path: Source | str, lines: Sequence[str], usual: str, *, cut:
         f"{path}: cannot tell whether {found} stands between columns; choose one with --delimiter, "
         "such as --delimiter tab"
     )
+
+
+def _is_quoted(text: str) -> bool:
+    """Whether pandas or Excel wrote a TSV: quoted cells, with doubled marks or in the header."""
+    found = _QUOTED.findall(text)
+    told = any('""' in cell[1:-1] for cell in found)
+    told |= bool(found) and all(cell[:1] == '"' for cell in text.partition("\n")[0].split("\t"))
+    return told and '"' not in _QUOTED.sub("", text)
 
 
 def _fits(lines: Sequence[str], delimiter: str, *, cut: bool) -> bool:
