@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, Required, TypeAlias, TypedDict, cast
 
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.io.documents import read_document
@@ -25,12 +25,17 @@ from transferry.runtime.jobs.formats.rows import InputRow, RowReader
 
 # In the folder that `save_to_disk` of Hugging Face datasets writes: its files, or its splits.
 STATE, SPLITS = "state.json", "dataset_dict.json"
-
-
 # Bytes of a file that are kept; rows beyond are read twice.
 _MOST_KEPT = 1 << 26
 # A file of rows or several.
 Inputs: TypeAlias = Source | str | Sequence[Source | str]
+
+
+class _State(TypedDict, total=False):
+    """STATE: the files, each with its name, and files with the numbers of the chosen rows."""
+
+    _data_files: Required[list[dict[str, Any]]]
+    _indices_data_files: Any
 
 
 def open_sources(inputs: Inputs) -> list[Source]:
@@ -83,13 +88,21 @@ def reads_once(source: Source | None) -> bool:
 def _dataset(folder: Path) -> list[Path]:
     """Returns the files of a folder of rows, such as a dataset of Hugging Face."""
     if (folder / SPLITS).is_file():
-        splits = read_document(folder / SPLITS, dict[str, Any], "save the dataset again")
-        named = ", ".join(str(folder / str(split)) for split in splits.get("splits", ()))
+        splits = read_document(folder / SPLITS, dict[str, list[str]], "save the dataset again")
+        named = ", ".join(str(folder / split) for split in splits.get("splits", ()))
         raise InputError(f"{folder} is a dataset of several splits; name one of them: {named}")
     if not (folder / STATE).is_file():
         return _table(folder)
-    state = read_document(folder / STATE, dict[str, Any], "save the dataset again")
-    names = [file.get("filename") for file in state.get("_data_files", ())]
+    state = read_document(folder / STATE, _State, "save the dataset again")
+    files = state["_data_files"]
+    names: list[Any] = [file.get("filename") for file in files]
+    # Earlier versions save all rows of a table that was filtered, shuffled or split.
+    if state.get("_indices_data_files") or any({"skip", "take"} & {*file} for file in files):
+        raise InputError(
+            f"{folder}: expected a dataset with rows of its own, found a choice of the rows in "
+            f"{names}; load it with the version of datasets that saved it, and save it again "
+            "after flatten_indices()"
+        )
     if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
         raise InputError(f"{folder / STATE}: expected the files of a dataset, found {names}")
     return [folder / name for name in names]

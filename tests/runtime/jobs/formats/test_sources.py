@@ -183,6 +183,31 @@ def test_a_dataset_of_hugging_face_is_read(dataset: Path) -> None:
     (dataset / "state.json").write_text('{"_data_files": [{"filename": "../part.arrow"}]}')
     with pytest.raises(InputError, match="expected the files of a dataset"):
         texts(dataset)
+    for name, content in (
+        *(("state.json", content) for content in ("{}", "[]", '{"_data_files": ["a.arrow"]}')),
+        *(("dataset_dict.json", content) for content in ("3", '{"splits": [1]}')),
+    ):
+        (dataset / name).write_text(content)
+        with pytest.raises(InputError, match="save the dataset again"):
+            texts(dataset)
+
+
+@pytest.mark.parametrize(
+    ("of_file", "more"),
+    [
+        ({}, {"_indices_data_files": [{"filename": "indices.arrow"}]}),
+        ({"skip": 0, "take": 2}, {"_indices_data_files": None}),
+    ],
+)
+def test_a_choice_of_the_rows_of_a_dataset_is_refused(
+    dataset: Path, of_file: dict[str, Any], more: dict[str, Any]
+) -> None:
+    """As datasets 1 saved after a filter, a shuffle or a split."""
+    state = json.loads((dataset / "state.json").read_text())
+    state["_data_files"] = [file | of_file for file in state["_data_files"]]
+    (dataset / "state.json").write_text(json.dumps(state | more))
+    with pytest.raises(InputError, match=r"rows of its own.*flatten_indices"):
+        texts(dataset)
 
 
 def test_a_damaged_arrow_file_is_told(dataset: Path) -> None:
