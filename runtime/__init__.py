@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from transferry.runtime.engine.engine import Engine, verify
     from transferry.runtime.engine.preprocess import InLanguages
     from transferry.runtime.engine.result import Results, RowError
+    from transferry.runtime.engine.tasks.answer import AnsweredResult
     from transferry.runtime.engine.tasks.classify import ClassifiedResult
     from transferry.runtime.engine.tasks.embed import EmbeddingResult
     from transferry.runtime.engine.tasks.fill_mask import FilledMaskResult
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from transferry.runtime.jobs.job import Job
     from transferry.runtime.jobs.job_options import JobOptions
     from transferry.runtime.ort.session import SessionOptions
+    from transferry.runtime.proof.report import ParityReport
     from transferry.runtime.tokenizer.byte_pair import Tokenizer
 else:
 
@@ -45,11 +47,12 @@ else:
         return __all__
 
 
-__all__ = ["BadRowsError", "BatchOptions", "Bundle", "ClassifiedResult", "EmbeddingResult"]
-__all__ += ["Engine", "FilledMaskResult", "GenerationOptions", "GenerationResult", "InLanguages"]
-__all__ += ["InputError", "Job", "JobOptions", "ParityError", "ProviderError", "RankedResult"]
-__all__ += ["Results", "RowError", "ScoreResult", "SessionOptions", "TaggedResult", "Tokenizer"]
-__all__ += ["TransferryError", "UsageError", "verify"]
+__all__ = ["AnsweredResult", "BadRowsError", "BatchOptions", "Bundle", "ClassifiedResult"]
+__all__ += ["EmbeddingResult", "Engine", "FilledMaskResult", "GenerationOptions"]
+__all__ += ["GenerationResult", "InLanguages", "InputError", "Job", "JobOptions", "ParityError"]
+__all__ += ["ParityReport", "ProviderError", "RankedResult", "Results", "RowError", "ScoreResult"]
+__all__ += ["SessionOptions", "TaggedResult", "Tokenizer", "TransferryError", "UsageError"]
+__all__ += ["verify"]
 
 
 _NAMES = {
@@ -59,6 +62,7 @@ _NAMES = {
     ),
     "decoding.batching": ("BatchOptions",),
     "bundle.bundle": ("Bundle",),
+    "engine.tasks.answer": ("AnsweredResult",),
     "engine.tasks.classify": ("ClassifiedResult",),
     "engine.tasks.embed": ("EmbeddingResult",),
     "engine.engine": ("Engine", "verify"),
@@ -72,6 +76,7 @@ _NAMES = {
     "engine.tasks.rank": ("RankedResult",),
     "engine.tasks.score": ("ScoreResult",),
     "engine.tasks.tag": ("TaggedResult",),
+    "proof.report": ("ParityReport",),
     "ort.session": ("SessionOptions",),
     "tokenizer.byte_pair": ("Tokenizer",),
 }

@@ -98,6 +98,14 @@ def check_value(name: str, value: object, kind: Any) -> Any:
         raise UsageError(Option(name), f" must be {expected}, found {shown(value)}") from error
 
 
+def require_type(name: str, value: object, kind: Any) -> None:
+    """Raises UsageError for a value of another class than one of a union, the class first."""
+    if not isinstance(value, kind):
+        raise UsageError(
+            Option(name), f" must be {kind.__args__[0].__name__}, found {shown(value)}"
+        )
+
+
 @functools.cache
 def _holder(kind: Any) -> type[Any]:
     """Class with a value of a type: to look a type up, msgspec calls Python and drops a Ctrl-C."""

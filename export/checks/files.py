@@ -62,8 +62,10 @@ def written(engine: Engine, texts: Sequence[str], change: Change = lambda record
                 continue
             try:
                 problem = _problem(task, rows, results, format, change)
-            except UsageError as error:  # pyarrow is not installed
-                skipped[format] = str(error)
+            except (
+                UsageError
+            ) as error:  # pyarrow is not installed; how to, is of this machine alone
+                skipped[format] = str(error).partition(";")[0]
                 continue
             if problem:
                 return Claim(WRITTEN, f"{name}, {format}: {problem}")

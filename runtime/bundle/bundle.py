@@ -54,13 +54,14 @@ class Bundle:
         object.__setattr__(self, "_content", content)
 
     @classmethod
-    def load(cls, folder: Path) -> Self:
+    def load(cls, folder: Path | str) -> Self:
         """Opens a bundle and checks every file against the manifest.
 
         Raises:
             InputError: A file is missing, truncated, changed or unreadable, or the format version
                 differs.
         """
+        folder = Path(folder)
         content = read_manifest(folder)
         manifest = Manifest.from_json(content, str(folder / MANIFEST))
         files = SealedFolder(folder, manifest.files)

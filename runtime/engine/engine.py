@@ -57,7 +57,7 @@ class Engine(OpenBundle):
 
 
 def verify(
-    folder: Path, *, variant: str | None = None, options: SessionOptions | None = None
+    folder: Path | str, *, variant: str | None = None, options: SessionOptions | None = None
 ) -> ParityReport:
     """Opens a bundle and compares it with its own recorded answers.
 

@@ -60,7 +60,7 @@ from transferry.runtime.proof.certificates.standing import (
 from transferry.runtime.proof.certificates.strength import FORMER, STRENGTHS, Strength
 from transferry.runtime.proof.recorded import verify_recorded
 from transferry.runtime.proof.report import ParityReport
-from transferry.runtime.settings import shown
+from transferry.runtime.settings import require_type
 from transferry.runtime.tokenizer.special_tokens import SpecialTokens
 
 AnyModel = TypeVar("AnyModel", bound=ServedModel)
@@ -100,7 +100,7 @@ class OpenBundle:
             progress: Show a progress bar for each call.
         """
         check_replicas(replicas)
-        _require_type("batches", batches, BatchOptions | None)
+        require_type("batches", batches, BatchOptions | None)
         self.bundle = bundle
         self.models: Sequence[ServedModel] = models
         self.replicas = replicas
@@ -173,17 +173,18 @@ class OpenBundle:
             UsageError: An option is out of range, or there is no such variant.
         """
         if trusted_key and not require_certificate:
-            raise UsageError("--trusted-key has no effect without --require-certificate")
+            told = Option("trusted_key"), " has no effect without ", Option("require_certificate")
+            raise UsageError(*told)
         least = "checkpoint" if require_certificate is True else require_certificate or None
-        _require_type("options", options, SessionOptions | None)
-        _require_type("variant", variant, str | None)
+        require_type("options", options, SessionOptions | None)
+        require_type("variant", variant, str | None)
         strength = cast("Strength | None", FORMER.get(str(least), least))
         if strength is not None and strength not in STRENGTHS:
             expected = ", ".join(STRENGTHS)
             raise UsageError(Option("require_certificate"), f" must be one of {expected}")
         paths = [trusted_key] if isinstance(trusted_key, str | Path) else trusted_key or []
         trusted = Trust.load([Path(path) for path in paths], require_signatures)
-        bundle = Bundle.load(Path(folder))
+        bundle = Bundle.load(folder)
         options = session_options(options, session)
         devices = devices_of(options, device_ids)
         if replicas is None:
@@ -223,6 +224,12 @@ class OpenBundle:
     def close(self) -> None:
         """Lets go of the models; their memory is free once no results are being read."""
         self.models, self._processes = (), None
+
+    def __reduce__(self) -> Any:
+        raise UsageError(
+            "an engine cannot be copied or pickled: open one in each process, or give it a "
+            "transferry.batches.Mapper"
+        )
 
     def __repr__(self) -> str:
         name, folder = type(self).__name__, str(self.bundle.folder)
@@ -304,7 +311,7 @@ class OpenBundle:
         Raises:
             UsageError: A field is unknown or has another type, or the fields conflict.
         """
-        _require_type("options", options, GenerationOptions | None)
+        require_type("options", options, GenerationOptions | None)
         default = self.default_options() if options is None else options
         if "progress" in named:
             raise UsageError("generation has no progress; write Engine(..., progress=True)")
@@ -447,11 +454,6 @@ class OpenBundle:
         for answer in found:
             self.bundle.files.require_unchanged()
             yield answer
-
-
-def _require_type(name: str, value: object, kind: Any) -> None:
-    if not isinstance(value, kind):
-        raise UsageError(f"{name} must be {kind.__args__[0].__name__}, found {shown(value)}")
 
 
 def _nothing(ahead: int) -> None:

@@ -46,7 +46,8 @@ def session_options(options: SessionOptions | None, named: dict[str, Any]) -> Se
 
 def devices_of(options: SessionOptions, device_ids: Sequence[int] | None) -> list[SessionOptions]:
     """Returns the options of each device."""
-    ids = [options.device_id] if device_ids is None else list(device_ids)
+    given = check_value("device_ids", device_ids, tuple[int, ...] | None)
+    ids = [options.device_id] if given is None else list(given)
     if len(set(ids)) != len(ids) or not ids:
         raise UsageError(f"expected devices, each of them once, found {ids}")
     if options.provider == "cpu" and ids != [0]:

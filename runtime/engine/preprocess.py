@@ -251,40 +251,51 @@ def checked_texts(
     def checked(text: Any, number: int) -> Any:
         if isinstance(text, also):
             return text
-        alone = type(text) is tuple and not pairs
+        alone = isinstance(text, tuple) and not pairs
         return no_text(text, number) if alone else _checked_text(text, number)
 
     return Checked(texts, checked)
 
 
-def require_several(texts: Iterable[Any]) -> Iterable[Any]:
-    """Returns the rows; raises UsageError for a single text, a dictionary or a table."""
+def require_several(
+    texts: Iterable[Any], what: str = "texts", columns: str = 'one column, such as table["text"]'
+) -> Iterable[Any]:
+    """Returns the rows; raises UsageError for a single text, a dictionary or a table.
+
+    `columns` says what to give of a table.
+    """
     rows = isinstance(texts, Iterable) and not isinstance(texts, str | bytes | Mapping)
     if not rows or getattr(texts, "ndim", 1) != 1 or hasattr(texts, "columns"):
-        table = 'a table; give one column, such as table["text"]'
-        found = table if hasattr(texts, "columns") else shown(texts)
-        raise UsageError(f"texts must be several, such as a list, found {found}")
+        found = f"a table; give {columns}" if hasattr(texts, "columns") else shown(texts)
+        raise UsageError(f"{what} must be several, such as a list, found {found}")
     # A column of Arrow yields scalars of Arrow.
     return texts.to_pylist() if hasattr(texts, "to_pylist") else texts
 
 
-def checked_pairs(pairs: Iterable[Any], *, both: bool = False) -> Iterator[Any]:
+def checked_pairs(
+    pairs: Iterable[Any], *, both: bool = False, alone: bool = False
+) -> Iterator[Any]:
     """Yields pairs of texts as `checked_texts`; the second may be None unless `both`.
+
+    With `alone` a text is a pair with None.
 
     Raises UsageError for another value than a pair, such as two letters.
     """
 
     def checked(pair: Any, number: int) -> Any:
-        if type(pair) is not tuple or len(pair) != 2:
+        if alone and isinstance(pair, str):
+            return pair, None
+        if not isinstance(pair, tuple) or len(pair) != 2:
             raise UsageError(f"expected pairs, such as (text, target), found {shown(pair)}")
         first, second = _checked_text(pair, number)
         return first, no_text(second, number) if both and second is None else second
 
-    return Checked(require_several(pairs), checked)
+    columns = 'columns, such as zip(table["text"], table["target"])'
+    return Checked(require_several(pairs, "pairs", columns), checked)
 
 
 def _checked_text(text: Any, number: int) -> Any:
-    if type(text) is tuple and len(text) == 2:
+    if isinstance(text, tuple) and len(text) == 2:
         first, second = text
         second = None if second is None else _checked_text(second, number)
         return _checked_text(first, number), second

@@ -225,6 +225,9 @@ class Results(Iterator[Answer]):
             raise StopAsyncIteration
         return found
 
+    def __repr__(self) -> str:
+        return "<Results: an iterator, such as for list()>"
+
     def close(self) -> None:
         """Stops the computation."""
         with self._reading:

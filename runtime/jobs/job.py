@@ -50,7 +50,7 @@ from transferry.runtime.jobs.plan import (
     partition_range,
 )
 from transferry.runtime.jobs.summary import SUMMARY, Summary, Tally, beside, read_summary
-from transferry.runtime.settings import to_toml
+from transferry.runtime.settings import require_type, to_toml
 from transferry.runtime.stopping import at_stop
 
 # Of `Engine.describe`: what decides the numbers and does not belong to the machine.
@@ -92,6 +92,7 @@ class Job:
             InputError: The bundle or the input cannot be used.
             UsageError: The options do not fit each other, the bundle or the files.
         """
+        require_type("options", options, JobOptions | None)
         self.options = options = options or JobOptions()
         self.remote = remote_output(output, options.partition)
         here = output if self.remote is None else Path.cwd() / self.remote.folder.name

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+import transferry
 from transferry import Engine
 from transferry.runtime.decoding.generation_options import SAME
 
@@ -40,6 +41,14 @@ def test_lines_for_users_of_another_tool_run(page: Path) -> None:
     names: dict[str, Any] = {"texts": ["a dog runs in the park", "two men talk"]}
     exec(compile(ours, page.name, "exec"), names)
     assert len(names["vectors" if "vectors" in ours else "answers"]) == 2
+
+
+@pytest.mark.usefixtures("bundles")
+def test_a_value_is_computed_twice(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (CHECKOUT / "docs" / "how-to" / "read-a-failing-report.md").read_text("utf-8")
+    (block,) = re.findall(r"^```python\n(.*?)^```", page, re.S | re.M)
+    exec(compile(block, "read-a-failing-report.md", "exec"), {})
+    assert float(capsys.readouterr().out) < 1e-5
 
 
 def wrong_names(table: str) -> list[str]:
@@ -117,3 +126,8 @@ def test_the_page_of_the_api_names_what_is_there() -> None:
     names = [each.rpartition(".") for each in re.findall(r"^::: (\S+)", page, re.M)]
     assert names[0][2] == "generate"
     assert [name for place, _, name in names if not hasattr(import_module(place), name)] == []
+    # A class is imported from `transferry`, as both pages say.
+    text = page + (CHECKOUT / "docs" / "python.md").read_text("utf-8")
+    results = re.findall(r"`([A-Z]\w+Result)`", text)
+    classes = {name for _, _, name in names if name[0].isupper()} - {"Mapper"}
+    assert {*results, *classes} <= {*dir(transferry)}

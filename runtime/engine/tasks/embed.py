@@ -45,6 +45,9 @@ class EmbeddingResult(RowResult):
 
     vector: NDArray[np.float32]
 
+    def __eq__(self, other: object) -> bool:
+        return super().__eq__(other) is True and _equal(self.vector, other.vector)  # type: ignore[attr-defined]
+
     @property
     def size(self) -> int:
         return self.source_tokens + len(self.vector)
@@ -94,12 +97,22 @@ class TokenVectorsResult(RowResult):
 
     vectors: NDArray[np.float32]
 
+    def __eq__(self, other: object) -> bool:
+        return super().__eq__(other) is True and _equal(self.vectors, other.vectors)  # type: ignore[attr-defined]
+
     @property
     def size(self) -> int:
         return self.source_tokens + int(self.vectors.size)
 
     def _answer(self, n_best: int) -> dict[str, Any]:
         return self._error() or {"vectors": [*self.vectors]}
+
+
+def _equal(one: NDArray[np.float32], other: NDArray[np.float32]) -> bool:
+    """Whether vectors are equal; NaN is equal to NaN."""
+    import numpy as np
+
+    return np.array_equal(one, other, equal_nan=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -109,7 +109,7 @@ class Score(Task):
 
 def score(
     engine: OpenBundle,
-    pairs: Iterable[Pair],
+    pairs: Iterable[Pair | str],
     *,
     long_rows: LongRows = "error",
     source_language: str | None = None,
@@ -119,7 +119,8 @@ def score(
 
     Args:
         engine: Engine of an encoder-decoder bundle for pairs, of a decoder-only one for texts.
-        pairs: Any number of rows; an error on either side becomes the result of its row.
+        pairs: Any number of rows, pairs or, for a decoder-only bundle, texts; an error on either
+            side becomes the result of its row.
         long_rows: Treatment of texts longer than the model's positions: "error", or "truncate" to
             score their beginning.
         source_language: Language of the sources; see `Engine.generate`.
@@ -134,7 +135,7 @@ def score(
     engine.require_task(Score.name)
     check_long_rows(long_rows, "score")
     task = _Score(engine, decoders[0].has_encoder, long_rows)
-    given = checked_pairs(pairs)
+    given = checked_pairs(pairs, alone=not task.has_encoder)
     if source_language is not None or target_language is not None:
         named = source_language, target_language, engine.bundle.tokenizer.special
         in_languages((), *named)  # before the first row is read
@@ -174,7 +175,7 @@ class _Score:
         if not self.has_encoder:
             if found := [target for _, target in pairs if target is not None]:
                 told = "the bundle scores texts without a target, found "
-                raise UsageError(f"{told}{shown(found[0])}; give (text, None)")
+                raise UsageError(f"{told}{shown(found[0])}; leave it out")
             return [self._text(row) for row in sources]
         texts = ["" if target is None else target for _, target in pairs]
         targets = self.targets.encode(texts, self.long_rows)

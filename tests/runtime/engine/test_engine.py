@@ -290,9 +290,9 @@ def test_misuse_is_told_in_words(
 
 
 def test_pairs_are_several_too(engine: Engine) -> None:
-    with pytest.raises(UsageError, match="texts must be several"):
-        score(engine, "five")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="pairs must be several"):
+        score(engine, "five")
     (found,) = score(engine, [("five", 5)])  # type: ignore[list-item]
     assert found.error == RowError("no-text", "expected text in row 1, found 5")
     with pytest.raises(UsageError, match=r"expected pairs, .*, found 'ab'"):
-        list(score(engine, ["ab"]))  # type: ignore[list-item]
+        list(score(engine, ["ab"]))

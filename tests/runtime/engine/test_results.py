@@ -1,10 +1,12 @@
 """The engine as Python sees it: a context manager, results for `for` and `async for`."""
 
 import asyncio
+import copy
 import inspect
 import itertools
 import math
 import os
+import pickle
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -86,6 +88,21 @@ def test_results_make_a_table(engine: Engine) -> None:
     assert frame["text"].tolist() == answers(found)
     assert found[0].score == found[0].hypotheses[0].score == found[0].to_dict()["score"]
     assert math.isnan(found[1].score)
+
+
+def test_rows_of_a_table_are_pairs(engine: Engine) -> None:
+    pandas = pytest.importorskip("pandas")
+    table = pandas.DataFrame({"source": ["a", "the cat"], "target": ["b", "c"]})
+    pairs = list(zip(table["source"], table["target"], strict=True))
+    assert list(engine.score(table.itertuples(index=False))) == list(engine.score(pairs))
+    with pytest.raises(UsageError, match="found a table; give columns, such as"):
+        engine.score(table)
+
+
+def test_an_engine_is_not_copied(engine: Engine) -> None:
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(UsageError, match="an engine cannot be copied or pickled"):
+            copied(engine)
 
 
 def test_columns_of_arrow_are_texts(engine: Engine) -> None:

@@ -19,6 +19,7 @@ from transferry.runtime.io.outputs import STANDARD_STREAM
 from transferry.runtime.jobs.job import Job
 from transferry.runtime.jobs.job_options import JobOptions
 from transferry.runtime.jobs.summary import Summary
+from transferry.runtime.settings import listed
 
 LINES = ["eins zwei", "", "drei", "Straße \u2028 東京"]
 CANARY = "canary must be 1/N, such as 1/1000, found '"
@@ -300,7 +301,7 @@ def test_a_task_refuses_the_options_of_others() -> None:
         shown = "beam" if option == "generation" else option
         options: dict[str, Any] = {"task": task, option: CHOSEN[option]}
         if option not in owned[task]:
-            takers = " and ".join(name for name in owned if option in owned[name])
+            takers = listed([name for name in owned if option in owned[name]], "and")
             with pytest.raises(UsageError) as refused:
                 JobOptions(**options)
             assert f"{shown} has no effect on task {task}, only on {takers};" in str(refused.value)

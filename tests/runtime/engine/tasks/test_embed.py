@@ -58,6 +58,14 @@ def test_bad_rows_are_nan_and_say_why(engine: Engine) -> None:
         assert row.record() == {"source": row.source, "error": row.error.record()}
 
 
+def test_equal_vectors_are_equal_results(engine: Engine) -> None:
+    """Of errors too, whose vectors are NaN."""
+    texts = ["a dog", "a cat", ""]
+    first, again = (list(embed(engine, texts)) for _ in range(2))
+    assert first == again
+    assert len([one for one in first for other in first if one == other]) == 3
+
+
 def test_long_rows_are_cut_short_and_say_so(engine: Engine) -> None:
     tokenizer = engine.bundle.tokenizer
     text = "a b " * 99
