@@ -57,10 +57,13 @@ _KINDS = {
     rb"ORC": ("an ORC file", "convert it to Parquet or CSV"),
     rb"Obj\x01": ("an Avro file", "convert it to Parquet or JSONL"),
     rb"SQLite format 3": ("an SQLite database", "export a table as CSV"),
+    rb"version https://git-lfs": ("a pointer of Git LFS", "fetch the file itself: git lfs pull"),
     rb"7z\xbc\xaf|Rar!|\x04\x22\x4d\x18": ("a packed file", "unpack it"),
 }
+# Of those, beginnings that are text themselves.
+_NEVER_ROWS = (b"%PDF-", b"version https://git-lfs")
 _PAGE = re.compile(
-    rb"\s*(<\?xml[^>]*>\s*)?(<!--.{0,999}?-->\s*)?<(!doctype html|html)\b", re.I | re.S
+    rb"\s*(<\?xml[^>]*>\s*)?(<!--.{0,999}?-->\s*)?<(!doctype html|html|error)\b", re.I | re.S
 )
 # Control characters that no text has; NUL is counted apart.
 _CONTROLS = re.compile(rb"[\x01-\x08\x0e-\x1a\x1c-\x1f]")
@@ -207,7 +210,7 @@ def _is_binary(head: bytes, encoding: str) -> bool:
     except UnicodeDecodeError:
         is_text = False
     known = any(re.match(pattern, head) for pattern in _KINDS)
-    if known and (not is_text or _CONTROLS.search(head) or head.startswith(b"%PDF-")):
+    if known and (not is_text or _CONTROLS.search(head) or head.startswith(_NEVER_ROWS)):
         return True
     return nuls > 0 and (not is_text or nuls * 5 >= len(head) * 2 or bool(_CONTROLS.search(head)))
 

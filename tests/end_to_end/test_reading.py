@@ -273,6 +273,8 @@ def wide_zstd() -> bytes:
         ("a.jsonl", b"%PDF-1.7\n\x01", "found a PDF file; convert it: pdftotext"),
         ("a.txt", "Wort\n".encode("utf-16-le"), "binary file or UTF-16"),
         ("a.csv", b"\n<!DOCTYPE html><html>", "found a page in HTML"),
+        ("a.csv", b'<?xml version="1.0"?>\n<Error><Code>AccessDenied', "found a page in HTML"),
+        ("a.csv", b"version https://git-lfs.github.com/spec/v1\nsize 9\n", "git lfs pull"),
         ("a.json", b'[{"text": "a"}]', r"one document in JSON.* jq -c '.\[\]'"),
         ("a.json", b'{\n "text": "a"}', "one document in JSON.* jq -c '.'"),
         ("a.jsonl", b'[\n{"text": "a"}]', "one document in JSON"),

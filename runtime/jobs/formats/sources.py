@@ -25,6 +25,8 @@ from transferry.runtime.jobs.formats.rows import InputRow, RowReader
 
 # In the folder that `save_to_disk` of Hugging Face datasets writes: its files, or its splits.
 STATE, SPLITS = "state.json", "dataset_dict.json"
+# Folders of programs that tell which files of a table count.
+_LOGS = {"_delta_log": "Delta Lake", ".hoodie": "Hudi", "_spark_metadata": "Spark streaming"}
 # Bytes of a file that are kept; rows beyond are read twice.
 _MOST_KEPT = 1 << 26
 # A file of rows or several.
@@ -110,6 +112,12 @@ def _dataset(folder: Path) -> list[Path]:
 
 def _table(folder: Path) -> list[Path]:
     """Returns the files of one format in a folder and below it, as Spark and Ray write a table."""
+    for log, kind in _LOGS.items():
+        if any((each / log).is_dir() for each in (folder, *folder.absolute().parents)):
+            raise InputError(
+                f"{folder}: expected a folder of files, found a table of {kind}, whose files hold "
+                "rows of former versions too; write its rows to Parquet and name that"
+            )
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     # Such as _SUCCESS, _metadata and .part-0.parquet.crc.
     files = [

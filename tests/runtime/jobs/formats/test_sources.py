@@ -128,6 +128,7 @@ def test_a_file_without_an_object_tells_no_columns(tmp_path: Path, rest: bytes) 
         (["-", "a.txt"], "standard input cannot be one of several"),
         (["."], "expected a folder with files of one format, found the endings .csv, .json"),
         (["empty"], "expected a folder with files of one format, found no file"),
+        (["delta/day=1"], "found a table of Delta Lake, whose files hold rows of former versions"),
         ([], "expected an input, found none"),
         (["splits"], r"several splits; name one of them: splits/train, splits/test"),
         (["nosuch://a/b.txt"], "nosuch://a/b.txt cannot be opened"),
@@ -144,6 +145,8 @@ def test_what_is_no_input_is_told(
     (tmp_path / "splits" / "dataset_dict.json").write_text(json.dumps(splits))
     (tmp_path / "a.csv").touch()
     (tmp_path / "empty").mkdir()
+    for folder in ("_delta_log", "day=1"):
+        (tmp_path / "delta" / folder).mkdir(parents=True)
     with pytest.raises((InputError, UsageError), match=message):
         texts(*inputs)
 
