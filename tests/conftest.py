@@ -269,7 +269,8 @@ def chat_bundle_folder(writer_bundle_folder: Path, once: Once) -> Path:
     from transferry.runtime.tokenizer.byte_pair import load_tokenizer
     from transferry.runtime.tokenizer.chat import ChatTemplate
 
-    source = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}A:"
+    turn = "{{ m.role }}: {{ m.content }}{{ eos_token }}"
+    source = f"{{% for m in messages %}}{turn}{{% endfor %}}{{{{ tone }}}}A:"
 
     def make(folder: Path) -> None:
         shutil.copytree(writer_bundle_folder, folder)

@@ -2,7 +2,8 @@
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from typing import Any, Literal, TypeAlias
 
@@ -16,9 +17,12 @@ from transferry.runtime.engine.preprocess import (
     too_long,
 )
 from transferry.runtime.engine.result import RowError
+from transferry.runtime.errors import Option, UsageError
 from transferry.runtime.settings import shown
-from transferry.runtime.tokenizer.chat import ChatError, Message
+from transferry.runtime.tokenizer.chat import RESERVED, ChatError, Message
 from transferry.runtime.tokenizer.special_tokens import AnyTokenizer, TextError
+
+PromptKind: TypeAlias = Literal["turn", "messages", "ids"]
 
 
 @dataclass(frozen=True)
@@ -29,11 +33,13 @@ class Prompt:
         text: The text of a user's turn; messages or token ids as JSON. Results cite it as source.
         kind: Which of these it is.
         system: System message before a turn.
+        variables: Further variables of the chat template, as a JSON object; empty for none.
     """
 
     text: str
-    kind: Literal["turn", "messages", "ids"]
+    kind: PromptKind
     system: str | None = None
+    variables: str = ""
 
     def encode(self, tokenizer: AnyTokenizer) -> list[int]:
         """Returns the token ids, special tokens included.
@@ -45,10 +51,11 @@ class Prompt:
         """
         if self.kind == "ids":
             return _checked_ids(json.loads(self.text), tokenizer.source_size)
+        variables = json.loads(self.variables) if self.variables else {}
         if self.kind == "messages":
-            return tokenizer.encode_chat(json.loads(self.text))
+            return tokenizer.encode_chat(json.loads(self.text), variables)
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
-        return tokenizer.encode_chat([*system, {"role": "user", "content": self.text}])
+        return tokenizer.encode_chat([*system, {"role": "user", "content": self.text}], variables)
 
 
 # Inputs that are encoded without changes, and inputs of `generate`.
@@ -108,12 +115,32 @@ def deciding_part(given: Any, options: GenerationOptions | None) -> Any:
     return None if used and used.sample else (source, None if own is options else own)
 
 
-def checked_prompts(texts: Iterable[Source]) -> Iterator[Encodable | Asked]:
+def template_variables(given: object) -> str:
+    """Returns variables of a chat template as JSON, of a mapping or of JSON; "" for none.
+
+    Raises:
+        UsageError: They are no such object, or one of them is not the user's.
+    """
+    try:
+        found = json.loads(given) if isinstance(given, str) else given
+        text = json.dumps(found, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        found, text = None, ""
+    option = Option("chat_template_kwargs")
+    if not isinstance(found, dict):
+        told = f' must be a JSON object, such as {{"enable_thinking": false}}, found {shown(given)}'
+        raise UsageError(option, told)
+    if taken := sorted(RESERVED & found.keys()):
+        raise UsageError(option, f" cannot set {taken[0]}, which the chat decides; leave it out")
+    return text if found else ""
+
+
+def checked_prompts(texts: Iterable[Source], variables: str = "") -> Iterator[Encodable | Asked]:
     """Yields texts and errors, and chats and token ids as prompts; see `checked_texts`."""
-    return map(_prompt, require_several(texts), count(1))
+    return map(partial(_prompt, variables), require_several(texts), count(1))
 
 
-def _prompt(source: Any, number: int) -> Encodable | Asked:
+def _prompt(variables: str, source: Any, number: int) -> Encodable | Asked:
     if isinstance(source, Prompt | InLanguages | Asked):
         return source
     if isinstance(source, Sequence) and not isinstance(source, str | bytes):
@@ -122,7 +149,8 @@ def _prompt(source: Any, number: int) -> Encodable | Asked:
         kinds: dict[Any, Literal["messages", "ids"]] = {Mapping: "messages", int: "ids"}
         for type_, kind in kinds.items():
             if all(isinstance(each, type_) for each in source):
-                return _as_prompt(source, kind, number)
+                found = _as_prompt(source, kind, number)
+                return replace(found, variables=variables) if isinstance(found, Prompt) else found
     return source if isinstance(source, str | RowError) else no_text(source, number)
 
 

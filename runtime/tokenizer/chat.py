@@ -47,6 +47,10 @@ SAMPLES: Sequence[Sequence[Message]] = (
     [{"role": "system", "content": "Be brief."}, _USER, _ANSWER, _USER],
     [_USER, _ANSWER, _USER],
 )
+# Variables that no chat here has.
+ABSENT: Mapping[str, None] = {"tools": None, "documents": None}
+# Variables that the chat decides.
+RESERVED = frozenset({"messages", "add_generation_prompt", "continue_final_message", *ABSENT})
 Pieces = list[str | int]  # text, and ids of special tokens
 
 
@@ -74,11 +78,18 @@ class ChatTemplate:
         """Returns all but the source, for tokenizer.json."""
         return {name: value for name, value in asdict(self).items() if name != "source"}
 
-    def render(self, messages: Sequence[Message], *, answer: bool = True) -> Pieces:
+    def render(
+        self,
+        messages: Sequence[Message],
+        variables: Mapping[str, Any] | None = None,
+        *,
+        answer: bool = True,
+    ) -> Pieces:
         """Renders messages with role and content, and the beginning of the assistant's answer.
 
         Args:
             messages: At least one.
+            variables: Further variables of the template, such as enable_thinking.
             answer: Whether the answer begins.
 
         Raises:
@@ -91,16 +102,13 @@ class ChatTemplate:
         for message in plain:
             if isinstance(parts := message.get("content"), list):
                 message["content"] = self._content(parts)
-        return self._rendered(plain, answer=answer)
+        return self._rendered(plain, variables or {}, answer=answer)
 
-    def _rendered(self, messages: Sequence[Message], *, answer: bool = True) -> Pieces:
-        variables = {
-            "messages": messages,
-            "tools": None,
-            "documents": None,
-            "add_generation_prompt": answer,
-        }
-        return self._pieces(*self._renderer.render(variables, self.named))
+    def _rendered(
+        self, messages: Sequence[Message], variables: Mapping[str, Any], *, answer: bool = True
+    ) -> Pieces:
+        own = {"messages": messages, **ABSENT, "add_generation_prompt": answer}
+        return self._pieces(*self._renderer.render({**variables, **own}, self.named))
 
     def _content(self, parts: Sequence[Any]) -> list[Any] | str:
         """Returns the parts of a message; joined as in vLLM if the template takes only text."""
@@ -120,7 +128,8 @@ class ChatTemplate:
         """Whether a list of one text is rendered as the text; others lose it, or write a dict."""
         part = {"type": "text", "text": _USER["content"]}
         try:
-            return self._rendered([{**_USER, "content": [part]}]) == self._rendered([_USER])
+            in_parts = self._rendered([{**_USER, "content": [part]}], {})
+            return in_parts == self._rendered([_USER], {})
         except ChatError:
             return False
 

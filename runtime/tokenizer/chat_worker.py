@@ -284,7 +284,7 @@ def rendered(template: Any, request: dict[str, Any], limits: dict[str, Any]) -> 
             message["role"] = own(message["role"])
     named = {name: own(text) for name, text in request["named"].items()}
     pieces, size = [], 0
-    for piece in template.generate(**named, **variables):
+    for piece in template.generate({**named, **variables}):
         size += len(piece)
         if size > limits["characters"]:
             raise ValueError(f"it writes more than {limits['characters']} characters")

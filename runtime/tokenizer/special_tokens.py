@@ -329,15 +329,19 @@ class AnyTokenizer(ABC):
             for token in (self.encode(piece) if isinstance(piece, str) else [piece])
         ]
 
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None
+    ) -> list[int]:
         """Token ids of messages and of the beginning of an answer, special tokens included.
+
+        `variables` are further ones of the template.
 
         Raises:
             ChatError: A message lacks its role or content, or the template refuses the messages.
             TextError: The tokenizer cannot encode the text.
             UsageError: There is no chat template, or jinja2 is not installed.
         """
-        return self.encode_pieces(self.require_chat().render(messages))
+        return self.encode_pieces(self.require_chat().render(messages, variables))
 
     def require_chat(self) -> ChatTemplate:
         """Returns the chat template; raises UsageError without it or without jinja2."""

@@ -51,6 +51,38 @@ def test_turns_messages_and_ids_are_one(bundle: Path, tmp_path: Path) -> None:
     assert texts(turns) != texts(done("run", bundle, lines, *options).stdout)
 
 
+def test_variables_of_a_template(bundle: Path, tmp_path: Path) -> None:
+    variables = {"tone": "a kind <e> dog "}
+    lines = tmp_path / "turns.txt"
+    lines.write_text("the cat\n")
+    option = ("--chat-template-kwargs", json.dumps(variables))
+    options = ("--format", "jsonl", *LENGTH)
+    with Engine.load(bundle) as engine:
+        ids = engine.bundle.tokenizer.encode_chat([USER], variables)
+        (wanted,) = engine.generate([ids], max_length=6)
+        (found,) = engine.generate([[USER]], max_length=6, chat_template_kwargs=variables)
+        (plain,) = engine.generate([[USER]], max_length=6)
+    assert found.text == wanted.text != plain.text
+    turns = done("run", bundle, lines, "--chat", *option, *options).stdout
+    chats = jsonl(tmp_path / "chats.jsonl", {"chat": [USER]})
+    messages = done("run", bundle, chats, "--messages", "chat", *option, *options).stdout
+    body = {"messages": [USER], "max_tokens": 6}
+    line = {"custom_id": "0", "url": "/v1/chat/completions"}
+    requests = [
+        {**line, "body": {**body, "chat_template_kwargs": variables}},
+        {**line, "body": body},
+    ]
+    asked = jsonl(tmp_path / "requests.jsonl", *requests)
+    openai = ("run", bundle, asked, "--format-in", "openai", "--format", "jsonl")
+    own, others = texts(done(*openai).stdout), texts(done(*openai, *option).stdout)
+    assert texts(turns) == texts(messages) == [wanted.text]
+    assert (own, others) == ([wanted.text, plain.text], [wanted.text, wanted.text])
+    run = ("run", bundle, lines, "--chat", "--chat-template-kwargs")
+    fails(2, "must be a JSON object, such as", *run, "tone=kind")
+    fails(2, "cannot set tools, which the chat decides", *run, '{"tools": []}')
+    fails(2, "has no effect without chats", "run", bundle, lines, *option)
+
+
 def test_a_job_is_resumed_with_the_same_options_only(bundle: Path, tmp_path: Path) -> None:
     lines, out = tmp_path / "turns.txt", tmp_path / "out.jsonl"
     lines.write_text("the cat\n\n")

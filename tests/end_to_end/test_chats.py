@@ -65,7 +65,7 @@ def ours(name: str) -> HuggingFaceTokenizer:
     return tokenizer
 
 
-def theirs(name: str, messages: list[dict[str, Any]]) -> list[int] | str:
+def theirs(name: str, messages: list[dict[str, Any]], **variables: Any) -> list[int] | str:
     """The ids of transformers, or its error."""
     transformers = pytest.importorskip("transformers", reason="an extra, which is not installed")
     source, special, _ = TEMPLATES[name]
@@ -74,7 +74,7 @@ def theirs(name: str, messages: list[dict[str, Any]]) -> list[int] | str:
     )
     try:
         found = reference.apply_chat_template(
-            messages, chat_template=source, add_generation_prompt=True
+            messages, chat_template=source, add_generation_prompt=True, **variables
         )
     except Exception as error:  # noqa: BLE001 - of jinja2 and of the template's operations
         return type(error).__name__
@@ -93,6 +93,21 @@ def test_ids_are_those_of_transformers(name: str) -> None:
             assert ours(name).encode_chat(messages) == expected
             same += 1
     assert same >= 4
+
+
+@pytest.mark.parametrize(
+    ("name", "variables"),
+    [
+        ("qwen 3", {"enable_thinking": False}),
+        ("qwen 3", {"enable_thinking": True}),
+        ("llama 3", {"date_string": "1 Jan 2026"}),
+        ("llama 3", {"bos_token": "?", "x": [1, {"y": None}]}),
+    ],
+)
+def test_variables_are_those_of_transformers(name: str, variables: dict[str, Any]) -> None:
+    expected = theirs(name, [USER], **variables)
+    assert ours(name).encode_chat([USER], variables) == expected
+    assert variables.get("enable_thinking") or expected != theirs(name, [USER])
 
 
 PARTS = [{"type": "text", "text": "a text "}, {"type": "text", "text": "b"}]

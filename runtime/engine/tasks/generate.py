@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import starmap
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from transferry.runtime.decoding.generation_options import GenerationOptions, check_generation
 from transferry.runtime.decoding.hypothesis import Hypothesis
@@ -27,9 +28,11 @@ from transferry.runtime.engine.prompts import (
     Encodable,
     Parts,
     Prompt,
+    PromptKind,
     Source,
     checked_prompts,
     deciding_part,
+    template_variables,
 )
 from transferry.runtime.engine.result import NOT_FINITE, Results, RowError, RowResult
 from transferry.runtime.engine.tasks.task import (
@@ -111,6 +114,8 @@ class GenerateOptions(LanguageOptions):
         prefix: Text that every output begins with.
         chat: Render each row as a user's turn with the bundle's chat template.
         system: System message before each turn of --chat.
+        chat_template_kwargs: Further variables of the chat template, as a JSON object, such as
+            '{"enable_thinking": false}'.
         messages: JSONL column with messages (role and content) to render with the chat template.
         prompt_ids: JSONL column with token ids, read without changes.
         suppress: Text that no output holds, at the beginning of a word or within one; an unquoted
@@ -121,12 +126,13 @@ class GenerateOptions(LanguageOptions):
     prefix: str = ""
     chat: bool = False
     system: str | None = None
+    chat_template_kwargs: str | None = None
     messages: str | None = None
     prompt_ids: str | None = None
     suppress: tuple[str, ...] = ()
 
     @property
-    def prompt_kind(self) -> Literal["turn", "messages", "ids"] | None:
+    def prompt_kind(self) -> PromptKind | None:
         """Kind of the rows; None for plain texts."""
         if self.chat:
             return "turn"
@@ -162,6 +168,10 @@ class Generate(Task):
         engine.require_covered(self.generation)
         if options.prompt_kind in ("turn", "messages") or layout.has_chat:
             tokenizer.require_chat()
+        elif options.chat_template_kwargs is not None:
+            told = " has no effect without chats; add --chat or --messages"
+            raise UsageError(Option("chat_template_kwargs"), told)
+        self.variables = json.loads(template_variables(options.chat_template_kwargs or {}) or "{}")
         self.chosen, self.settings = options, asdict(self.generation) | self.settings
         self._own = OwnOptions(engine, self.generation, options.generation)
 
@@ -211,7 +221,8 @@ class Generate(Task):
         kind = request.kind or self.chosen.prompt_kind
         if kind == "messages" and self.tokenizer.chat is None:
             return RowError("prompt", "the bundle has no chat template; ask /v1/completions")
-        sources = [self._source(replace(row, text=each), kind) for each in request.inputs]
+        rows = (replace(row, text=each) for each in request.inputs)
+        sources = [self._source(each, kind, request.variables) for each in rows]
         # Samples of the inputs of a row differ.
         asked = [Asked(each, options, row.number + i * PIECE) for i, each in enumerate(sources)]
         return asked[0] if len(asked) == 1 else Parts(tuple(asked))
@@ -219,10 +230,11 @@ class Generate(Task):
     def key(self, given: Any) -> Any:
         return deciding_part(given, self.generation)
 
-    def _source(self, row: Any, kind: Literal["turn", "messages", "ids"] | None) -> Any:
+    def _source(self, row: Any, kind: PromptKind | None, own: Any = None) -> Any:
         if kind is None or not isinstance(row.text, str):
             return self.chosen.text_of(row)
-        return Prompt(row.text, kind, self.chosen.system)
+        variables = template_variables({**(own or {}), **self.variables})
+        return Prompt(row.text, kind, self.chosen.system, variables)
 
     def same_row(self, row: Any, again: Any, bounds: Bounds, given: Any, number: int) -> Difference:
         """Compares tokens and scores; other tokens may be a near tie."""
@@ -304,6 +316,7 @@ def generate(
     long_rows: LongRows = "error",
     source_language: str | None = None,
     target_language: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     **named: Any,
 ) -> Results[GenerationResult]:
     """Generates an answer to each text, in order; reads ahead by two windows at most.
@@ -326,6 +339,8 @@ def generate(
         source_language: Language of the texts, by its name in the bundle's tokenizer. Default:
             the bundle's own.
         target_language: Language of the answers, likewise.
+        chat_template_kwargs: Further variables of the chat template, such as
+            `{"enable_thinking": False}`.
         **named: Fields of GenerationOptions to change, such as `beam=4`; see `options`.
 
     Raises:
@@ -336,7 +351,8 @@ def generate(
     """
     options = engine.options(options, **named)
     languages = source_language, target_language, engine.bundle.tokenizer.special
-    prompts = in_languages(checked_prompts(texts), *languages)
+    variables = template_variables(chat_template_kwargs or {})
+    prompts = in_languages(checked_prompts(texts, variables), *languages)
     check_value("first_row", first_row, Whole64)
     engine.require_task(Generate.name)
     engine.require_covered(options)

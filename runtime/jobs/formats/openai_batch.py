@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from transferry.runtime.engine.prompts import template_variables
 from transferry.runtime.engine.result import PartsResult, RowError, RowResult
 from transferry.runtime.errors import UsageError
 from transferry.runtime.jobs.formats.cells import JSON, json_value, to_json
@@ -39,6 +40,7 @@ SETTINGS: dict[str, tuple[str, type | tuple[type, ...]]] = {
 }
 # Fields that ask for sampling, with the values that do not.
 OF_SAMPLING = {"temperature": None, "top_p": 1, "top_k": 0, "min_p": 0}
+KWARGS = "chat_template_kwargs"  # vLLM's
 # Keys that change no answer here.
 WITHOUT_EFFECT = frozenset(
     (
@@ -60,7 +62,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids", "watermarking"), (False,)),
     **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), (True,)),
     **dict.fromkeys(("tools", "functions", "stop_token_ids", "bad_words", "documents"), ([],)),
-    **dict.fromkeys(("logit_bias", "chat_template_kwargs", "vllm_xargs"), ({},)),
+    **dict.fromkeys(("logit_bias", KWARGS, "vllm_xargs"), ({},)),
     **dict.fromkeys(("media_io_kwargs", "mm_processor_kwargs"), ({},)),
     **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
     **dict.fromkeys(("audio", "prediction", "moderation", "web_search_options"), ()),
@@ -103,6 +105,7 @@ class Request:
         inputs: The prompts, at least one; messages or token ids as JSON.
         kind: Type of inputs that are JSON.
         settings: Fields of GenerationOptions.
+        variables: Further variables of the chat template.
         dimensions: Length of vectors; 0 is the model's.
         packed: Whether vectors are base64 of little-endian float32.
         error: Why it has no answer; None if it can have one.
@@ -114,6 +117,7 @@ class Request:
     inputs: tuple[str, ...] = ()
     kind: Literal["messages", "ids"] | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
+    variables: Mapping[str, Any] = field(default_factory=dict)
     dimensions: int = 0
     packed: bool = False
     error: RowError | None = None
@@ -161,6 +165,9 @@ def parse_request(line: Mapping[str, Any]) -> Request | RowError:
         inputs, kind = _inputs(key, body.get(key))
         asked = {name: body[name] for name in body if name != key and body[name] is not None}
         given = _embedding(asked) if endpoint == "embeddings" else {"settings": _settings(asked)}
+        if key == "messages" and isinstance(variables := asked.get(KWARGS), dict):
+            template_variables(asked.pop(KWARGS))
+            given["variables"] = variables
         _require_neutral(asked, endpoint)
     except UsageError as error:
         return Request(*named, error=RowError("malformed", str(error)))
