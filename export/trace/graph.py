@@ -8,7 +8,7 @@ import itertools
 import logging
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 from unittest.mock import patch
@@ -17,6 +17,7 @@ import onnx_ir as ir
 import onnxscript.function_libs.torch_lib.ops  # fills the registry
 import onnxscript.optimizer
 import torch
+from onnx_ir.passes.common import initializer_deduplication as deduplication
 from onnx_ir.tensor_adapters import TorchTensor
 from onnxscript.function_libs.torch_lib import registration
 from onnxscript.onnx_opset import opset20
@@ -159,9 +160,9 @@ class Traces:
         key = trace_key(module, spec, opset)
         graph, trace = None, self._traced.get(key)
         with rarely_collected():
-            if trace is None or not trace.fits(weights):
+            if trace is None:
                 graph = self._trace(module, spec, opset)
-                trace = self._traced[key] = _Trace(graph, weights)
+                trace = self._traced[key] = _Trace(graph, weights.keys())
             # Cloned the first time too: a clone numbers the names of added nodes from zero.
             filled = trace.filled(weights)
             return replace(graph, model=filled) if graph else Graph(filled, spec)
@@ -174,7 +175,7 @@ def weights_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def trace_key(module: nn.Module, spec: GraphSpec, opset: int) -> tuple[Any, ...]:
-    """Returns everything that decides a traced graph, except for equal small weights."""
+    """Returns everything that decides a traced graph."""
     config = getattr(getattr(module, "model", None), "config", None)
     types = tuple((name, str(weight.dtype)) for name, weight in weights_of(module).items())
     kind = type(module)
@@ -186,20 +187,12 @@ def trace_key(module: nn.Module, spec: GraphSpec, opset: int) -> tuple[Any, ...]
 class _Trace:
     """A traced graph without its weights."""
 
-    def __init__(self, graph: Graph, weights: Mapping[str, Tensor]) -> None:
-        """Copies a graph."""
+    def __init__(self, graph: Graph, weights: Set[str]) -> None:
+        """Copies a graph; `weights` are their names."""
         self._model = graph.model.clone()
-        self._named = self._model.graph.initializers.keys() & weights.keys()
+        self._named = self._model.graph.initializers.keys() & weights
         for name in self._named:  # a copy of the model would live as long
             self._model.graph.initializers[name].const_value = None
-        # The exporter stores equal weights once, if they are small.
-        read = _weights_read(graph.program) if graph.program is not None else set()
-        most = max((weights[name].numel() for name in read - self._named), default=0)
-        self._small = {name: weights[name] for name in read if weights[name].numel() <= most}
-
-    def fits(self, weights: Mapping[str, Tensor]) -> bool:
-        """Whether tracing with these weights would store the same ones once."""
-        return all(torch.equal(weights[name], each) for name, each in self._small.items())
 
     def filled(self, weights: Mapping[str, Tensor]) -> ir.Model:
         """Returns the graph with weights."""
@@ -207,13 +200,6 @@ class _Trace:
         for name in self._named:
             model.graph.initializers[name].const_value = TorchTensor(weights[name], name=name)
         return model
-
-
-def _weights_read(program: ExportedProgram) -> set[str]:
-    """Returns the names of the weights that a program computes with."""
-    read = {node.name for node in program.graph.nodes if node.op == "placeholder" and node.users}
-    entries = program.graph_signature.input_specs
-    return {entry.target for entry in entries if entry.target and entry.arg.name in read}
 
 
 def export_modules(
@@ -237,6 +223,7 @@ def export_graph(module: nn.Module, spec: GraphSpec, opset: int = OPSET) -> Grap
     forward = inspect.getfullargspec(module.forward)
     fixed = len(forward.args) - 1
     shapes = (*dynamic[:fixed], tuple(dynamic[fixed:])) if forward.varargs else tuple(dynamic)
+    weights = weights_of(module)
     # With symbolic sizes a look into the cache costs more than computing anew: the same graphs take
     # a quarter to a third longer with it.
     with (
@@ -261,9 +248,10 @@ def export_graph(module: nn.Module, spec: GraphSpec, opset: int = OPSET) -> Grap
             verbose=False,
         )
         assert program is not None
-        onnxscript.optimizer.optimize_ir(program.model, should_fold=_should_fold)
+        with _hidden(program.model.graph, weights):
+            onnxscript.optimizer.optimize_ir(program.model)
     program.model.ir_version = IR_VERSION
-    names = _rename(program.model, weights_of(module).keys())
+    names = _rename(program.model, weights.keys())
     _strip(program.model)
     return Graph(program.model, spec, program.exported_program, names)
 
@@ -368,33 +356,41 @@ def _rewritten(
     return _try_rewrite(rule, model, graph, node, **options)
 
 
-def _should_fold(node: ir.Node) -> bool | None:
-    """Keeps weights as they are trained; onnxruntime folds these when it opens the graph.
+@contextlib.contextmanager
+def _hidden(graph: ir.Graph, weights: Mapping[str, Tensor]) -> Iterator[None]:
+    """Meanwhile weights have no values, so that these do not decide the graph.
 
-    Folding a Transpose would store a Linear's weight a second time, and the tied embedding too;
-    folding the 1 + weight of a norm would hide which weight it was.
+    The optimiser would merge layers with equal weights, remove a bias of zeros, and store a
+    transposed weight a second time; onnxruntime folds those when it opens the graph. Tables of
+    integers, which the configuration decides, stay visible but for a module of the user's own.
     """
-    weights = (each for each in node.inputs if each is not None and each.is_initializer())
-    names = [str(each.name) for each in weights]
-    # A module of the user's own may compute anything of its weights, which verify finds by name.
-    if any(name.startswith("model.module.") for name in names):
-        return False
-    of_weight = any(name.endswith(".weight") for name in names)
-    return False if node.op_type == "Transpose" or (node.op_type == "Add" and of_weight) else None
+    kept = {
+        name: graph.initializers[name].const_value
+        for name, weight in weights.items()
+        if name in graph.initializers
+        and (weight.is_floating_point() or name.startswith("model.module."))
+    }
+    for name in kept:
+        graph.initializers[name].const_value = None
+    yield
+    for name in graph.initializers.keys() & kept:
+        graph.initializers[name].const_value = kept[name]
 
 
 @contextlib.contextmanager
 def _silenced() -> Iterator[None]:
-    """Hides the warnings of torch's exporter about its own internals."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    """Hides the warnings of the exporter and its optimiser about their own internals."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", deduplication.__name__)]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _example(tensor: TensorSpec) -> Tensor:

@@ -74,13 +74,14 @@ def test_one_trace_serves_other_weights() -> None:
     assert names[0] == names[1]
 
 
-def test_a_trace_that_stores_equal_weights_once_serves_no_others() -> None:
-    traces = Counted()
-    assert len(weights(traces.graph(Scaled(2.0, 2.0), SPEC, OPSET))) == 1
-    traces.graph(Scaled(2.0, 2.0), SPEC, OPSET)
-    assert len(traces.modules) == 1
-    assert weights(traces.graph(Scaled(2.0, 3.0), SPEC, OPSET)) == {"scale": 2.0, "bias": 3.0}
-    assert len(traces.modules) == 2
+@pytest.mark.parametrize(("scale", "bias"), [(2.0, 2.0), (1.0, 0.0), (0.0, 0.0)])
+def test_values_of_weights_decide_no_graph(scale: float, bias: float) -> None:
+    graph = Traces().graph(Scaled(scale, bias), SPEC, OPSET)
+    assert weights(graph) == {"scale": scale, "bias": bias}
+    usual = Traces().graph(Scaled(2.0, 3.0), SPEC, OPSET)
+    assert [each.op_type for each in graph.model.graph] == [
+        each.op_type for each in usual.model.graph
+    ]
 
 
 def test_other_shapes_types_and_modules_are_traced() -> None:
