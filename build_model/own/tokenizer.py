@@ -10,8 +10,12 @@ from transferry.runtime.errors import InputError, from_extra
 from transferry.runtime.io.folders import is_bundle, is_checkpoint
 from transferry.runtime.io.whole import read_bytes
 from transferry.runtime.tokenizer.byte_pair import AnyTokenizer, load_tokenizer
-from transferry.runtime.tokenizer.special_tokens import SpecialTokens
-from transferry.runtime.tokenizer.third_party import HuggingFaceTokenizer, SentencePieceTokenizer
+from transferry.runtime.tokenizer.special_tokens import SpecialTokens, panics_as_errors
+from transferry.runtime.tokenizer.third_party import (
+    HuggingFaceTokenizer,
+    SentencePieceTokenizer,
+    largest_id,
+)
 
 # Usual texts of the special tokens; the first that the vocabulary has.
 USUAL = {
@@ -62,7 +66,9 @@ def _fast(
     with from_extra("tokenizers", f"{path} needs tokenizers"):
         import tokenizers
     try:
-        made = tokenizers.Tokenizer.from_str(content.decode())
+        with panics_as_errors():
+            largest_id(content)
+            made = tokenizers.Tokenizer.from_str(content.decode())
     except Exception as error:  # the library raises no narrower one
         raise InputError(f"{path}: expected a tokenizer.json of tokenizers ({error})") from error
     size = max(made.get_vocab().values(), default=-1) + 1

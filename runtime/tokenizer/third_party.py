@@ -40,6 +40,7 @@ CLEANED = (
 
 class _Model(msgspec.Struct):
     vocab: msgspec.Raw = msgspec.Raw(b"[]")
+    merges: msgspec.Raw = msgspec.Raw(b"[]")
     continuing_subword_prefix: str | None = None
     unk_token: str | None = None
     unk_id: int | None = None
@@ -454,12 +455,23 @@ def largest_id(content: bytes) -> int:
     """Largest id in the table of a Hugging Face tokenizer.json; 0 without a table.
 
     Raises:
-        ValueError: The file has another form.
+        ValueError: The file has another form, or one at which the library ends the process.
     """
-    table = msgspec.json.decode(content, type=_File).model.vocab
-    if not bytes(table).startswith(b"{"):
+    model = msgspec.json.decode(content, type=_File).model
+    _require_prefixes(model)
+    if not bytes(model.vocab).startswith(b"{"):
         return 0  # a list, in the order of the ids
-    return max(msgspec.json.decode(table, type=dict[str, int]).values(), default=0)
+    return max(msgspec.json.decode(model.vocab, type=dict[str, int]).values(), default=0)
+
+
+def _require_prefixes(model: _Model) -> None:
+    """Refuses merges without the prefix, which the library cuts off, or else ends the process."""
+    prefix = model.continuing_subword_prefix or ""
+    kind = list[str | tuple[str, str]]
+    for merge in msgspec.json.decode(model.merges, type=kind) if prefix else ():
+        second = merge.partition(" ")[2] if isinstance(merge, str) else merge[1]
+        if not second.startswith(prefix):
+            raise ValueError(f"a merge with {second!r}, which does not begin with {prefix}")
 
 
 def _sentencepiece(content: bytes) -> Any:

@@ -147,6 +147,15 @@ def test_a_decoder_that_cuts_ends_leaves_an_empty_text_empty(ids: list[int]) -> 
     assert tokenizer.decode([*ids, *tokenizer.encode("a")]) == "a"
 
 
+@pytest.mark.parametrize("merge", [["a", "b"], "a b", ["a", "日"], "a 日"])
+def test_a_merge_that_the_library_cannot_cut_is_refused(merge: str | list[str]) -> None:
+    vocabulary = {"a": 0, "b": 1, "日": 2, "ab": 3, "a日": 4}
+    model = {"type": "BPE", "continuing_subword_prefix": "##", "vocab": vocabulary}
+    files = {"huggingface.json": json.dumps({"model": {**model, "merges": [merge]}}).encode()}
+    with pytest.raises(InputError, match=r"a merge with '[b日]', which does not begin with ##"):
+        HuggingFaceTokenizer(files, SPECIAL, 9)
+
+
 def test_each_side_has_an_end_token_of_its_own() -> None:
     # 9 ends a source, and is a token like any other in a target.
     tokenizer = tables(special=SpecialTokens(0, 1, 2, after=(9,)))
