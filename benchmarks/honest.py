@@ -34,6 +34,12 @@ from torch import Tensor
 from tests.build_model.importing.huggingface.drawn import TYPES, transformers
 from tests.build_model.importing.huggingface.encoder_types import ENCODERS
 from tests.build_model.importing.huggingface.heads import Theirs
+from tests.build_model.importing.toolkits.test_late_interaction import pylate_folder
+from tests.build_model.importing.toolkits.test_sentence_transformers import (
+    ALL_POOLINGS,
+    sentence_folder,
+)
+from tests.build_model.importing.toolkits.test_sparse_encoders import sparse_folder
 from tests.end_to_end.types.test_imported_types import write
 from transferry.build_model import checkpoint as saved
 from transferry.build_model.checkpoint import load_checkpoint
@@ -73,7 +79,15 @@ LABELS: Mapping[str, dict[str, Any]] = {
     "Model": {},
     "ForSequenceClassification": {"num_labels": 3},
     "ForTokenClassification": {"num_labels": 4},
+    "ForQuestionAnswering": {},
     "Rank": {"num_labels": 1},
+    **{task: {} for task in ("Embed", "Sparse", "Vectors")},
+}
+SUFFIXES = {
+    "Rank": "ForSequenceClassification",
+    "Embed": "Model",
+    "Sparse": "ForMaskedLM",
+    "Vectors": "Model",
 }
 Weights = dict[str, Tensor]
 Draw = random.Random
@@ -209,7 +223,7 @@ def imported(draw: Draw, kind: str, folder: Path, place: Path) -> str:
     """Imports a type of transformers, with the head of one of its tasks or its own."""
     name, settings = TYPES[kind]
     seed, task = draw.randrange(1000), draw.choice(["", "", *LABELS])
-    suffix = "ForSequenceClassification" if task == "Rank" else task
+    suffix = SUFFIXES.get(task, task)
     stem = re.sub("(For(MaskedLM|CausalLM|ConditionalGeneration)|LMHeadModel)$", "", name)
     has_heads = kind in ENCODERS or "CausalLM" in name
     if not has_heads or not hasattr(transformers, f"{stem}{suffix}"):
@@ -218,11 +232,26 @@ def imported(draw: Draw, kind: str, folder: Path, place: Path) -> str:
     where = "n_positions" if kind in ("gpt2", "t5", "mt5", "umt5") else "max_position_embeddings"
     changes[where] = draw.choice([16, 64, 64, 64, 130, 300])
     if task:
-        Theirs(kind, seed, folder, suffix, **{**changes, **LABELS[task]})
+        theirs = Theirs(kind, seed, folder, suffix, **{**changes, **LABELS[task]})
+        finish(draw, task, folder, theirs.model.config.hidden_size)
     else:
         write(kind, folder, seed, draw.choice([1, 1, 2, 3]), **changes)
     import_pretrained(folder, place)
     return f"{task or 'own task'} {changes}"
+
+
+def finish(draw: Draw, task: str, folder: Path, width: int) -> None:
+    """Adds modules of sentence-transformers or PyLate to a folder, where its task has them."""
+    if task == "Embed":
+        poolings = draw.sample(ALL_POOLINGS, draw.choice([1, 1, 2, 6]))
+        dense = [torch.nn.Linear(width * len(poolings), 5)] * draw.choice([0, 1])
+        sentence_folder(folder, *poolings, dense=dense, normalise=draw.choice([True, False]))
+    elif task == "Sparse":
+        kinds = {"pooling_strategy": draw.choice(["max", "sum"])}
+        kinds["activation_function"] = draw.choice(["relu", "log1p_relu"])
+        sparse_folder(folder, kinds)
+    elif task == "Vectors":
+        pylate_folder(folder, width)
 
 
 def make(number: int, kind: str, folder: Path) -> dict[str, Any]:

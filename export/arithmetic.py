@@ -203,7 +203,10 @@ class Arithmetic(Moved, TorchFunctionMode):
 
 
 class Shaken(TorchFunctionMode):
-    """While entered, moves each input of a linear layer by up to one unit in the last place."""
+    """While entered, moves inputs of linear layers and LayerNorm by up to one last unit.
+
+    The mean of a LayerNorm hangs on its largest input, whose rounding torch may by chance avoid.
+    """
 
     def __init__(self, seed: int) -> None:
         """Takes the seed of the moves."""
@@ -214,6 +217,9 @@ class Shaken(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Computes a function of torch."""
+        if func is F.layer_norm:
+            x, *others = args
+            return func(x + x * moves(x, self._generator, ULP), *others, **(kwargs or {}))
         if func is F.linear:
             x, weight, *others = args
             rounded = weight.rounded if isinstance(weight, _Weight) else None

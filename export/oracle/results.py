@@ -30,6 +30,7 @@ LETTERS = 6  # of the word of a short row at most
 MADE_UP = 8  # texts of random tokens, without text
 WINDOW, SHARED = 384, 128  # tokens of a window of `answer`, and of two neighbours
 PROBABILITIES = "probabilities"
+LEAST = 1e-38  # number by which another may be measured; a probability may be too small for any
 EXACT = 2.0**-22  # of results made of the same tensors, over the largest: float32 rounds vectors
 
 
@@ -76,9 +77,9 @@ class Inputs:
         self.with_head = checkpoint.head is not None
         sides = self.head.sides.values()
         longest = max([self.head.longest, *(side.longest for side in sides)])
-        limits = config.max_positions, longest, special.longest
+        self.positions = min(config.max_positions, special.longest or config.max_positions)
         self.prompt = "" if self.head.sides else self.head.prompt(None)
-        self.most = min(limit for limit in limits if limit)
+        self.most = min(self.positions, longest or self.positions)
         random = map(self.tokenizer.decode, random_sources(config, MADE_UP))
         self.texts = [text for text in texts or random if text.strip()] or ["a"]
 
@@ -116,8 +117,8 @@ class Inputs:
         unit = float(vector.max(initial=least if self.embeds else 0.0))
         return {"vector": unit or 1.0, PROBABILITIES: 1.0}
 
-    def _kept(self, ids: Sequence[int]) -> tuple[int, ...]:
-        room = self.most - len(self.special.wrap([]))
+    def _kept(self, ids: Sequence[int], most: int) -> tuple[int, ...]:
+        room = most - len(self.special.wrap([]))
         left = max(0, len(ids) - room) if self.special.keeps_end else 0
         return tuple(self.special.wrap(ids[left : left + room]))
 
@@ -125,7 +126,7 @@ class Inputs:
         """Returns a text after a prompt, or as a side of a search, which a prompt names."""
         if self.head.sides:
             return self._sided(text, self.head.sides[prompt or self.head.default_prompt])
-        return Row((text,), self._kept(self.tokenizer.encode(prompt + text)))
+        return Row((text,), self._kept(self.tokenizer.encode(prompt + text), self.most))
 
     def queries(self) -> list[Row]:
         """Returns the texts as queries, where these are read in a way of their own."""
@@ -147,7 +148,8 @@ class Inputs:
         some = [MASK if at % HIDDEN == hidden else each for at, each in enumerate(words)]
         for chosen in (some, [MASK] * len(words)):  # a text may be cut between two masks
             text = " ".join(chosen)
-            ids = self._kept(self.tokenizer.encode_masked(text.split(MASK)))
+            # The head's longest row limits other tasks.
+            ids = self._kept(self.tokenizer.encode_masked(text.split(MASK)), self.positions)
             if self.special.mask_id in ids:
                 break
         return Row((text,), ids)
@@ -158,7 +160,7 @@ class Inputs:
             pieces = list(self.head.template)
             for name, given in (("query", one), ("document", other)):
                 pieces[pieces.index(name, 1, -1)] = given
-            return Row((one, other), self._kept(self.tokenizer.encode("".join(pieces))))
+            return Row((one, other), self._kept(self.tokenizer.encode("".join(pieces)), self.most))
         left, right = map(self.tokenizer.encode, (self.head.prompt(None) + one, other))
         ids = self.special.wrap([*left, *self.special.between, *right])
         return Row((one, other), tuple(ids))
@@ -256,7 +258,7 @@ def _vector(inputs: Inputs, tensors: Tensors, pooling: str | None, *, normalise:
     return found
 
 
-def _alike(found: Any, wanted: Any, least: float = 0.0) -> bool:
+def _alike(found: Any, wanted: Any, least: float = LEAST) -> bool:
     """Whether numbers are the same but for float32's rounding of the largest, or of `least`."""
     one, other = np.asarray(found, np.float64), np.asarray(wanted, np.float64)
     if one.shape != other.shape:

@@ -31,6 +31,9 @@ from transferry.runtime.tokenizer.byte_pair import SpecialTokens
 # `Tolerance.budget`. Errors of all tokens of a vocabulary are about 3 times those of one, so that
 # chance reaches it at 6 standard deviations.
 CROSSED_TIMES = 2.0
+# Up to so many times its floor, an error of torch is rounding in float32, and no crossed border:
+# these move logits by a thousand times the floor and more.
+ROUNDING_TIMES = 16.0
 
 
 # Returns the scores of answers that each side gives.
@@ -315,14 +318,15 @@ class RankErrors:
     def allowed(self, tolerance: Tolerance, part: slice = slice(None)) -> float:
         """Returns how far the sum of the ranks of some tokens may be off, in nats.
 
-        In float32 errors may add up. A value that crosses a border moves all that follows, one
+        Errors of float32 may add up. A value that crosses a border moves all that follows, one
         token up and another down, so the squares of the tokens' errors add up.
         """
         each, floor = self.each[part], self.floor[part]
-        if not self.borders:
-            return tolerance.factor * float(np.maximum(each, floor).sum())
-        crossed = CROSSED_TIMES * float(np.sqrt(np.square(each).sum()))
-        return float(np.maximum(crossed, tolerance.factor * floor.sum()))
+        own, crossed = np.maximum(each, floor), 0.0
+        if self.borders:
+            own = np.minimum(own, ROUNDING_TIMES * floor)
+            crossed = CROSSED_TIMES * float(np.sqrt(np.square(each).sum()))
+        return float(np.maximum(crossed, tolerance.factor * own.sum()))
 
 
 def forced(

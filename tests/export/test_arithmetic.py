@@ -7,13 +7,20 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.export.test_family import OTHERS, config_of
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.build_model.model.transformer import Transformer
 from transferry.export import arithmetic, torch_model
-from transferry.export.arithmetic import Arithmetic, Moved, Rounded, round_blocks, round_to
+from transferry.export.arithmetic import (
+    Arithmetic,
+    Moved,
+    Rounded,
+    Shaken,
+    round_blocks,
+    round_to,
+)
 from transferry.export.oracle.cases import random_case
 from transferry.export.torch_model import TorchDecoder
 from transferry.runtime.proof.compare import Case, observe
@@ -147,3 +154,11 @@ def test_dropout_is_off(checkpoint: Checkpoint, case: Case) -> None:
     model = TorchDecoder.oracle(checkpoint.model).model.train()
     decoder = TorchDecoder(model)
     np.testing.assert_array_equal(logits_of_model(decoder, case), logits_of_model(decoder, case))
+
+
+@pytest.mark.parametrize("layer", [nn.LayerNorm(8), nn.Linear(8, 8)])
+def test_a_shaken_layer_rounds_in_another_way(layer: nn.Module) -> None:
+    x = torch.randn(5, 8)
+    plain = layer(x)
+    with Shaken(0):
+        assert 0 < (layer(x) - plain).abs().max() < 1e-5

@@ -95,3 +95,12 @@ def test_labels_and_ranks(kind: Any) -> None:
     ranked = rank.RankedResult(TEXT, 2, TEXT, **rank._Call.answer(call, row, scores[0, :1]))
     assert RESULTS["rank"](inputs_of(head), row, ranked, {"head": scores[:, :1]})
     assert not RESULTS["rank"](inputs_of(head), row, ranked, {"head": scores[:, 1:2]})
+
+
+@pytest.mark.parametrize("score", [-2510.7, -744.5, -720.0, -95.0, 40.0, 2510.7])
+def test_a_rank_too_small_for_a_number(score: float) -> None:
+    scores, row = np.array([[score]]), Row((TEXT,), (1, 2))
+    head = HeadSettings("classify", ("a",), "none", "sigmoid")
+    call: Any = SimpleNamespace(head=head)
+    ranked = rank.RankedResult(TEXT, 2, TEXT, **rank._Call.answer(call, row, scores[0]))
+    assert RESULTS["rank"](inputs_of(head), row, ranked, {"head": scores})
