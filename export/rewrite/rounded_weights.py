@@ -69,9 +69,9 @@ def _quantised(
         # Rounding adds at most one half to each of the two.
         double = np.abs(pairs.sum(axis=2)).max(axis=1) / (LARGEST_PAIR - 1)
         scales = np.maximum(scales, double)
-    scales = np.where(scales > 0, scales, 1).astype(np.float32)
-    integers = np.rint(weight / scales[:, None].astype(np.float64))
-    return np.clip(integers, -LARGEST, LARGEST).astype(np.int8), scales
+    single = np.where(scales > 0, scales, 1).astype(np.float32)
+    integers = np.rint(weight / single[:, None].astype(np.float64))
+    return np.clip(integers, -LARGEST, LARGEST).astype(np.int8), single
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,9 @@ class SamplingStrategy(Strategy):
         chosen = np.arange(len(rows)), tokens
         if self.options.scores:
             normaliser = output.log_sum_exp
-            gains = logits[chosen] - (log_sum_exp(logits) if normaliser is None else normaliser)
+            gains: Floats = logits[chosen] - (
+                log_sum_exp(logits) if normaliser is None else normaliser
+            )
         elif not restricted:
             gains = logits[chosen]
         else:

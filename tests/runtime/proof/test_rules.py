@@ -94,7 +94,8 @@ def test_rounding_of_tied_logits_explains_any_draw(seed: int) -> None:
     logits = np.round(random.normal(0, random.choice([0.0, 0.3, 2.0]), 60), 1)
     cuts = {"top_p": random.choice([1.0, 0.9, 0.5]), "typical_p": random.choice([1.0, 0.95, 0.5])}
     cuts |= {"top_k": random.choice([0, 7, 30]), "min_p": random.choice([0.0, 0.2])}
-    options = GenerationOptions(sample=True, **{name: cut.item() for name, cut in cuts.items()})
+    chosen: dict[str, Any] = {name: cut.item() for name, cut in cuts.items()}
+    options = GenerationOptions(sample=True, **chosen)
     for uniform in random.random(20):
         sampler = Sampler(options, np.array([[uniform]]))
         one, other = (

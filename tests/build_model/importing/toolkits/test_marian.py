@@ -42,13 +42,15 @@ TEXTS = [
 
 def softmax(x: Array) -> Array:
     e = np.exp(x - x.max(axis=-1, keepdims=True))
-    return e / e.sum(axis=-1, keepdims=True)  # type: ignore[no-any-return]
+    shares: Array = e / e.sum(axis=-1, keepdims=True)
+    return shares
 
 
 def layer_norm(x: Array, scale: Array, bias: Array, epsilon: float) -> Array:
     mean = x.mean(axis=-1, keepdims=True)
     variance = ((x - mean) ** 2).mean(axis=-1, keepdims=True)
-    return (x - mean) / np.sqrt(variance + epsilon) * scale + bias  # type: ignore[no-any-return]
+    normalised: Array = (x - mean) / np.sqrt(variance + epsilon) * scale + bias
+    return normalised
 
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
