@@ -282,6 +282,8 @@ def wide_zstd() -> bytes:
         ("a.csv", b"id;text\n1;a\n2\n", "cannot tell whether ',' or ';'.*--delimiter"),
         ("a.csv", b"id;a,text\n1;2,x\n", "cannot tell whether ',' or ';'.*--delimiter"),
         ("a.tsv", b"id,text\n1,a\n", r"cannot tell whether '\\t' or ','.*--delimiter"),
+        ("a.csv", b"A dog runs.\nTwo men\n", "expected a header, found 'A dog runs.'"),
+        ("a.tsv", b"two men talk to me\na\n", "expected a header"),
         ("a.tsv", b'"id"\t"text"\n"1"\t"a"\n', "quotation marks as in CSV; add --format-in csv"),
         ("a.zst", wide_zstd(), "larger window than 128 MiB; unpack it first: zstd -d --long"),
         ("a.xz", lzma.compress(b"abc\n" * 99)[:-9], "damaged or cut short"),

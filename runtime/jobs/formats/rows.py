@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,6 +25,8 @@ Fields = dict[str, Any]
 # Bytes that a row keeps of its line: thousands of rows are read ahead.
 _MOST_RAW = 1 << 12
 Languages = tuple[str | None, str | None]
+# The end of a sentence, or five words: the first row of a table without a header.
+_SENTENCE = re.compile(r"[.!?…。！？]\W*$|(\S+\s+){4}\S")
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,11 @@ def _text_column(
         usual = [name for name in names if name in ("text", "source")]
         candidates = usual or [name for name in names if name != "id"]
         if len(candidates) == 1:
+            if len(names) == 1 and format in ("tsv", "csv", "xlsx") and _SENTENCE.search(names[0]):
+                raise InputError(
+                    f"{path}: expected a header, found {names[0][:60]!r}; put the column's name "
+                    "above it, or give it with --column if it is the name"
+                )
             return candidates[0]
         problem = "cannot tell which column holds the text"
     raise InputError(f"{path}: {problem}; choose one with --column ({', '.join(names)})")
