@@ -6,7 +6,7 @@ Ray Data, Hugging Face datasets, Spark and pandas call it with their own tables.
 import hashlib
 import inspect
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sized
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -14,7 +14,7 @@ from typing import Any, cast
 import numpy as np
 
 from transferry.runtime.bundle.bundle import read_manifest
-from transferry.runtime.decoding.generation_options import GenerationOptions
+from transferry.runtime.decoding.generation_options import SAME, GenerationOptions
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.tasks.table import TASKS, default_task, option_names
 from transferry.runtime.engine.tasks.task import Layout, Task
@@ -25,7 +25,7 @@ from transferry.runtime.jobs.formats.rows import InputRow, layout_of, with_texts
 from transferry.runtime.jobs.formats.writers import ParquetWriter, open_writer
 from transferry.runtime.jobs.job_options import JobOptions
 from transferry.runtime.ort.session import SessionOptions
-from transferry.runtime.settings import field_types, hint
+from transferry.runtime.settings import field_types, hint, shown
 
 # Options of tasks that need lists or a second file.
 _OF_FILES = {"generation", "messages", "prompt_ids", "target"}
@@ -66,7 +66,7 @@ class Mapper:
         loading = {"device", *inspect.signature(Engine.load).parameters}
         loading = (loading | field_types(SessionOptions).keys()) - {"folder", "options", "session"}
         if unknown := sorted(options.keys() - ours - searched - loading):
-            told = hint(unknown, (*ours, *searched, *loading), {})
+            told = hint(unknown, (*ours, *searched, *loading), SAME)
             raise UsageError(f"a mapper has no {', '.join(unknown)}; {told}")
         chosen = {name: value for name, value in options.items() if name in ours}
         generation = {name: value for name, value in options.items() if name in searched}
@@ -92,7 +92,7 @@ class Mapper:
             InputError: A column is missing or holds no texts, or the bundle is another one here.
             UsageError: The bundle cannot do the task with these options.
         """
-        pyarrow = import_pyarrow("Tables")
+        pyarrow = import_pyarrow("A mapper")
         names = _names(batch)
         plan = self._plans.get(names) or _Plan(self._engine(), self._options, names)
         self._plans[names] = plan
@@ -193,16 +193,31 @@ class _Plan(ColumnarReader):
 
 
 def _names(batch: Any) -> tuple[str, ...]:
-    if hasattr(batch, "schema"):
+    import pyarrow
+
+    if isinstance(batch, pyarrow.Table | pyarrow.RecordBatch):
         return tuple(batch.schema.names)
     if isinstance(batch, Mapping):
+        _require_columns(batch)
         return tuple(batch)
-    if hasattr(batch, "columns"):
+    if hasattr(batch, "iloc") and hasattr(batch, "columns"):
         return tuple(map(str, batch.columns))
     raise UsageError(
         "expected a pyarrow table, a pandas frame or a mapping of columns, found "
         f"{type(batch).__name__}; with Ray Data choose batch_format='pyarrow'"
     )
+
+
+def _require_columns(batch: Mapping[str, Any]) -> None:
+    """Raises UsageError for a single text in the place of a column, and for another length."""
+    lengths = [
+        None if isinstance(column, str | bytes) or not isinstance(column, Sized) else len(column)
+        for column in batch.values()
+    ]
+    for (name, column), length in zip(batch.items(), lengths, strict=True):
+        if length is None or length != lengths[0]:
+            told = f"expected columns of one length, found {shown(column)} in {name}"
+            raise UsageError(f"the batch: {told}")
 
 
 def _with(batch: Any, answers: Any) -> Any:

@@ -198,8 +198,8 @@ def _own_columns(
     if own.keys() & {"vector", "indices"}:
         own.pop("vectors", None)
     own.pop("scores", None)
-    listed = {"n_best": own.pop("n_best")} if "n_best" in own else {}
-    return {"source": "text", **own, **_ANY_TASK, **(listed if n_best else {})}
+    all_best = {"n_best": own.pop("n_best")} if "n_best" in own else {}
+    return {"source": "text", **own, **_ANY_TASK, **(all_best if n_best else {})}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -88,6 +88,9 @@ def test_mistakes_are_told_at_once(bundle_folder: Path, mapper: Mapper, table: A
         Mapper(bundle_folder, column="en", beam=0)(table)
     with pytest.raises(InputError, match="expected a bundle"):
         Mapper(bundle_folder.parent)
+    for batch in ({"en": "seven"}, {"en": ["seven"], "n": []}, {"en": iter("ab")}):
+        with pytest.raises(UsageError, match="expected columns of one length, found"):
+            mapper(batch)
     with pytest.raises(UsageError, match="found list; with Ray Data"):
         mapper(TEXTS)
     with pytest.raises(InputError, match="there is no column en"):
