@@ -14,7 +14,7 @@ from typing import Any, cast
 import numpy as np
 
 from transferry.runtime.bundle.bundle import read_manifest
-from transferry.runtime.decoding.generation_options import SAME, GenerationOptions
+from transferry.runtime.decoding.generation_options import SYNONYMS, GenerationOptions
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.tasks.table import TASKS, default_task, option_names
 from transferry.runtime.engine.tasks.task import Layout, Task
@@ -66,7 +66,7 @@ class Mapper:
         loading = {"device", *inspect.signature(Engine.load).parameters}
         loading = (loading | field_types(SessionOptions).keys()) - {"folder", "options", "session"}
         if unknown := sorted(options.keys() - ours - searched - loading):
-            told = hint(unknown, (*ours, *searched, *loading), SAME)
+            told = hint(unknown, (*ours, *searched, *loading), SYNONYMS)
             raise UsageError(f"a mapper has no {', '.join(unknown)}; {told}")
         chosen = {name: value for name, value in options.items() if name in ours}
         generation = {name: value for name, value in options.items() if name in searched}

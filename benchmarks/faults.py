@@ -224,7 +224,7 @@ def _same(wanted: Any, found: Any, numbers: list[float]) -> bool:
     return bool(wanted == found)
 
 
-ANSWERS_ALONE = replace(ALL, files=False)
+ANSWERS_ALONE = replace(ALL, stored=False)
 COLUMNS = ("planted", "caught", "missed, consequential", "missed, inconsequential", "not planted")
 
 
@@ -346,7 +346,7 @@ class Trial:
         """The gate of the self-test, without stored weights and graphs."""
         work = self.work
         few = work.text.sources[:PLANTED_ROWS]
-        return BundleTest(work.subject, work.oracle, few, None, files=False).gate()
+        return BundleTest(work.subject, work.oracle, few, None, stored=False).gate()
 
     @cached_property
     def fresh(self) -> Mapping[str, Graph]:
@@ -396,7 +396,7 @@ class Trial:
 
 def verified(work: Verification, copy: BundleSubject) -> str:
     """Returns the first check of `verify` that a copy of its subject fails; "" for none."""
-    work, found = replace(work, subject=copy, files=Findings()), Findings()
+    work, found = replace(work, subject=copy, stored=Findings()), Findings()
     try:
         for part in found_by(work.checks(), found, faults=False):
             if part.failure:

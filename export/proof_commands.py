@@ -239,8 +239,7 @@ def verify(bundle_folder: Path, **options: Any) -> None:
     from transferry.runtime.proof.certificates.standing import fastest
     from transferry.runtime.proof.certificates.strength import STRENGTHS
 
-    without = checkpoint and (names_function(str(checkpoint)) or is_pretrained(checkpoint))
-    if without and options["self_test"] and names_function(str(checkpoint)):
+    if options["self_test"] and names_function(str(checkpoint)):
         raise UsageError(
             f"--self-test knows the weights of the reference alone, not those of {checkpoint}; "
             "plant faults in its graphs with audit --plant"
@@ -272,7 +271,8 @@ def verify(bundle_folder: Path, **options: Any) -> None:
             from transferry.export.verify import Request, verify_against
 
             trained = load_reference(checkpoint, tokenizer=bundle.tokenizer)
-            samples = [] if without else load_samples(checkpoint)
+            own = not names_function(str(checkpoint)) and not is_pretrained(checkpoint)
+            samples = load_samples(checkpoint) if own else []
             if texts is None:
                 texts = fitting(samples, trained.tokenizer, trained.model.config)
             if date and not force:

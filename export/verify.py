@@ -20,7 +20,6 @@ from transferry.export.checks.claims import (
     recorded_claim,
     require_exported_from,
 )
-from transferry.export.checks.files import WRITTEN, written
 from transferry.export.checks.graphs import (
     LEFT_OUT,
     TOKENS,
@@ -29,6 +28,7 @@ from transferry.export.checks.graphs import (
     graphs_claim,
     tokens_claim,
 )
+from transferry.export.checks.job_files import WRITTEN, written
 from transferry.export.checks.numbers import batch_sizes, numbers, positions
 from transferry.export.checks.searches import (
     Text,
@@ -123,7 +123,7 @@ def verify_against(
     small = parameters(checkpoint.model) < SMALL
     with rarely_collected(), freed_memory_kept() if small else nullcontext():
         work = Verification.of(checkpoint, bundle, model, request, traces or Traces())
-        found = work.files
+        found = work.stored
         found.add(prove(work.checks(), done=partial(done, "verifying")))
         report = work.report(found)
         if not (request.plant_faults and report.passed):
@@ -145,7 +145,7 @@ class Verification:
         text: The texts as token ids, and their searches.
         cases: Cases of random tokens.
         fresh: The graphs that export makes now; None if they are not compared.
-        files: Findings on the manifest and the stored weights.
+        stored: Findings on the manifest and the stored weights.
     """
 
     subject: BundleSubject
@@ -155,7 +155,7 @@ class Verification:
     batches: BatchOptions
     cases: Sequence[Case]
     fresh: Fresh
-    files: Findings
+    stored: Findings
 
     @classmethod
     def of(
@@ -171,11 +171,11 @@ class Verification:
         # Before the oracle, which takes memory too.
         given = bundle, subject.variant, subject.calibration
         claims = [claim("manifest", lambda: manifest_claims(checkpoint, bundle))]
-        if effort.files:
+        if effort.stored:
             claims.append(claim("weights", lambda: [weights_claim(checkpoint.model, *given)]))
-        files = prove(claims)
+        stored = prove(claims)
         special, precision = checkpoint.tokenizer.special, subject.precision
-        with files.timed("torch's sides"):
+        with stored.timed("torch's sides"):
             oracle = Oracle.of(
                 checkpoint.model,
                 special,
@@ -189,10 +189,10 @@ class Verification:
         cases = effort.cases(oracle.config, text.sources, batches.rows, precision.integers)
         if subject.shown is not None:
             cases += lines(oracle.config, text.sources, special.pad_id)
-        compared = effort.anew and effort.files
-        with files.timed(GRAPHS):
+        compared = effort.anew and effort.stored
+        with stored.timed(GRAPHS):
             fresh = fresh_graphs(checkpoint.model, *given, traces) if compared else None
-        return cls(subject, oracle, request, text, batches, cases, fresh, files)
+        return cls(subject, oracle, request, text, batches, cases, fresh, stored)
 
     def checks(self) -> list[Check]:
         """Returns the checks, in order."""
@@ -226,7 +226,7 @@ class Verification:
     def _left_out(self) -> list[Claim]:
         """Returns the claims that these settings do not compare."""
         effort, none = self.request.effort, "no text was given, and the checkpoint kept no samples"
-        made = {WEIGHTS: effort.files, RECORDED: effort.anew}
+        made = {WEIGHTS: effort.stored, RECORDED: effort.anew}
         found = [Claim(name, skipped=LEFT_OUT) for name, compared in made.items() if not compared]
         return [*found, *([] if self.text.sources else [Claim("answers to text", skipped=none)])]
 

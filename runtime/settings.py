@@ -122,14 +122,14 @@ def _field_types(config: Any) -> dict[str, Any]:
     return get_type_hints(config, include_extras=True)
 
 
-def hint(unknown: Sequence[str], known: Iterable[str], same: Mapping[str, str]) -> str:
+def hint(unknown: Sequence[str], known: Iterable[str], synonyms: Mapping[str, str]) -> str:
     """Returns what to write instead of unknown names, for an error.
 
-    `known` are the names that there are, `same` gives them by the names of other tools.
+    `known` are the names that there are, `synonyms` gives them by the names of other tools.
     """
     known = list(known)
     near = {name: difflib.get_close_matches(name, known, 1) for name in unknown}
-    meant = [same.get(name) or next(iter(near[name]), "") for name in unknown]
+    meant = [synonyms.get(name) or next(iter(near[name]), "") for name in unknown]
     return f"write {', '.join(meant)}" if all(meant) else f"it knows {', '.join(known)}"
 
 

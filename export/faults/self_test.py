@@ -15,8 +15,8 @@ from transferry.export.checks.claims import (
     recorded_claim,
     require_exported_from,
 )
-from transferry.export.checks.files import WRITTEN, rounded, written
 from transferry.export.checks.graphs import Fresh, graphs_claim
+from transferry.export.checks.job_files import WRITTEN, rounded, written
 from transferry.export.checks.numbers import numbers
 from transferry.export.checks.searches import (
     Text,
@@ -210,14 +210,14 @@ class BundleTest:
     """The checks of `verify` for many copies of one bundle.
 
     Attributes:
-        files: Whether stored weights and graphs are compared; see `Effort`.
+        stored: Whether stored weights and graphs are compared; see `Effort`.
     """
 
     honest: BundleSubject
     oracle: Oracle
     sources: Sequence[Sequence[int]]
     fresh: Fresh
-    files: bool = True
+    stored: bool = True
 
     def gate(self, *, whole: bool = False) -> Gate[BundleSubject]:
         """Returns the gate of the step graphs, or with `whole` of the graph `generate`."""
@@ -244,7 +244,7 @@ class BundleTest:
             yield claim("recorded", lambda: [recorded_claim(copy.bundle, variant, self.oracle)])
         yield attempt("session", lambda: copy.model)
         yield from answers(copy)
-        if not self.files:
+        if not self.stored:
             return
         given = copy.bundle, copy.variant
         yield claim("weights", lambda: [weights_claim(model, *given, honest.calibration)])

@@ -57,7 +57,7 @@ class Effort:
         batch_rows: Most rows that are computed at once; None for those that are served.
         anew: Whether the graphs and the recorded answers of the bundle are made again, and every
             size of a batch is computed.
-        files: Whether stored weights and graphs are compared with the checkpoint's. Off, the
+        stored: Whether stored weights and graphs are compared with the checkpoint's. Off, the
             answers alone must show a fault.
         most_cases: Most cases of random tokens beside those of the vocabulary; None for all.
         loss: Whether what reduced precision loses in answers is limited. Of few answers, a loss
@@ -70,7 +70,7 @@ class Effort:
     rows: int = JUDGED_ROWS
     batch_rows: int | None = None
     anew: bool = True
-    files: bool = True
+    stored: bool = True
     most_cases: int | None = None
     loss: bool = True
 

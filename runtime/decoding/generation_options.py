@@ -263,8 +263,8 @@ def suppressing(
     }
 
 
-# Names in transformers, CTranslate2 and vLLM.
-SAME = {
+# Our names by those of transformers, CTranslate2 and vLLM.
+SYNONYMS = {
     **dict.fromkeys(("num_beams", "beam_size"), "beam"),
     **dict.fromkeys(("max_new_tokens", "max_tokens", "max_decoding_length"), "max_length"),
     **dict.fromkeys(("num_return_sequences", "num_hypotheses"), "n_best"),
@@ -292,7 +292,9 @@ def check_generation(values: Mapping[str, Any]) -> None:
         raise UsageError(f"generation must be a table, found {shown(values)}")
     known = field_types(GenerationOptions)
     if unknown := sorted(str(name) for name in values.keys() - known.keys()):
-        raise UsageError(f"generation has no {', '.join(unknown)}; {hint(unknown, known, SAME)}")
+        raise UsageError(
+            f"generation has no {', '.join(unknown)}; {hint(unknown, known, SYNONYMS)}"
+        )
     for name, value in values.items():
         check_value(name, value, known[name])
 

@@ -35,11 +35,10 @@ def session_options(options: SessionOptions | None, named: dict[str, Any]) -> Se
         require(known_device, "device", "cpu, cuda or cuda:1", device)
         named |= {"device_id": int(number)} if number else {}
     if unknown := sorted(named.keys() - known):
-        same = {"intra_threads": "threads", "inter_threads": "replicas", "compute_type": "variant"}
-        same["batch_size"] = "batches=BatchOptions(rows=...)"
-        told = hint(
-            unknown, (*known, "device", "replicas", "processes", "batches", "variant"), same
-        )
+        synonyms = {"intra_threads": "threads", "inter_threads": "replicas"}
+        synonyms |= {"compute_type": "variant", "batch_size": "batches=BatchOptions(rows=...)"}
+        further = ("device", "replicas", "processes", "batches", "variant")
+        told = hint(unknown, (*known, *further), synonyms)
         raise UsageError(f"Engine has no {', '.join(unknown)}; {told}")
     return replace(options or SessionOptions(), **named)
 

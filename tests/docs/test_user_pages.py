@@ -12,7 +12,7 @@ import yaml
 
 import transferry
 from transferry import Engine
-from transferry.runtime.decoding.generation_options import SAME
+from transferry.runtime.decoding.generation_options import SYNONYMS
 
 CHECKOUT = Path(__file__).resolve().parent.parent.parent
 PAGES = sorted((CHECKOUT / "docs" / "coming-from").glob("*.md"))
@@ -56,7 +56,7 @@ def wrong_names(table: str) -> list[str]:
     wrong = []
     for theirs, ours in re.findall(r"^\| `(\w+)[^|]*\| `([^`]+)`", table, re.M):
         method = re.match(r"(\w+)\(", ours)
-        known = theirs not in SAME or SAME[theirs] == ours
+        known = theirs not in SYNONYMS or SYNONYMS[theirs] == ours
         if not known or (method and not hasattr(Engine, method[1]) and method[1] != "Engine"):
             wrong.append(f"{theirs}: {ours}")
     return wrong
@@ -65,7 +65,7 @@ def wrong_names(table: str) -> list[str]:
 def test_names_of_other_tools_are_those_that_messages_translate() -> None:
     pages = "".join(page.read_text("utf-8") for page in PAGES)
     assert wrong_names(pages) == []
-    assert len([name for name in SAME if f"| `{name}` |" in pages]) > 9
+    assert len([name for name in SYNONYMS if f"| `{name}` |" in pages]) > 9
     assert wrong_names("| `num_beams` | `beams` |\n| `score_batch` | `rate(pairs)` |\n") == [
         "num_beams: beams",
         "score_batch: rate(pairs)",

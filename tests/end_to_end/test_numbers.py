@@ -13,7 +13,7 @@ import pytest
 from tests.commands import done
 from tests.end_to_end.ways import WAYS, Ways
 from transferry import Engine
-from transferry.export.checks.files import rounded, written
+from transferry.export.checks.job_files import rounded, written
 from transferry.runtime.engine.result import RowResult
 from transferry.runtime.engine.tasks.embed import EmbeddingResult
 from transferry.runtime.engine.tasks.generate import GenerationResult, TextHypothesis

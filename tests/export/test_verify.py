@@ -170,21 +170,24 @@ class TestVerifyAgainst:
 
     def test_files_can_be_left_to_the_answers(self, checkpoint: Checkpoint, bundle: Bundle) -> None:
         """Without texts, numbers alone are compared."""
-        for files in (True, False):
-            effort = dataclasses.replace(BRIEF, files=files)
+        for stored in (True, False):
+            effort = dataclasses.replace(BRIEF, stored=stored)
             report = verified(checkpoint, bundle, [], effort=effort)
             names = {claim.name for claim in report.claims if not claim.skipped}
             assert report.passed
             assert not report.decisions
             assert "recorded answers" in names
-            assert ({WEIGHTS, GRAPHS} <= names, bool({WEIGHTS, GRAPHS} & names)) == (files, files)
+            assert ({WEIGHTS, GRAPHS} <= names, bool({WEIGHTS, GRAPHS} & names)) == (stored, stored)
 
     def test_another_run_is_refused(
         self, checkpoint: Checkpoint, bundle: Bundle, texts: list[str]
     ) -> None:
         config = dataclasses.replace(checkpoint.model.config, d_ff=64)
         others = (
-            ({"model": Transformer(config)}, r"'d_ff': 48.*'d_ff': 64.*give the checkpoint"),
+            (
+                {"model": Transformer(config)},
+                "d_ff is 48, the checkpoint has 64; give the checkpoint",
+            ),
             (
                 {"tokenizer": train_bpe([text[::-1] for text in texts], 300)},
                 "not have the same tokenizer; give the checkpoint",

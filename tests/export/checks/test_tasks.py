@@ -147,7 +147,7 @@ def test_a_fault_of_batches_shows_in_text_alone(
 ) -> None:
     monkeypatch.setattr(self_test, "brief_sweep", lambda config, rows: [])
     monkeypatch.setattr(self_test, "lengths", lambda config, sources: [])
-    test = replace(bundle_test(side), files=False)
+    test = replace(bundle_test(side), stored=False)
     (planted,) = test.gate().plant([fault], tmp_path / "copy")
     assert planted is not None
     assert (planted.changes_answer, planted.caught_by) == (True, "text")

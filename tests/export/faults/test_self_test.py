@@ -12,7 +12,7 @@ from tests.export.conftest import ARCHITECTURES, exported
 from tests.export.faults.bundles import Side, bundle_test, self_tested, side_of
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint, load_samples
 from transferry.export.bundle import Contents
-from transferry.export.checks.files import WRITTEN
+from transferry.export.checks.job_files import WRITTEN
 from transferry.export.checks.weights import WEIGHTS
 from transferry.export.faults import self_test as module
 from transferry.export.faults.gate import Fault, Gate

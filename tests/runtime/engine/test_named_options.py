@@ -9,7 +9,7 @@ import pytest
 
 from tests.commands import done, fails
 from transferry.runtime.decoding.generation_options import (
-    SAME,
+    SYNONYMS,
     GenerationOptions,
     generation_options,
 )
@@ -56,8 +56,8 @@ def test_names_change_single_fields_of_the_defaults(engine: Engine) -> None:
 
 def test_the_names_of_other_tools_lead_to_ours() -> None:
     known = field_types(GenerationOptions)
-    assert set(SAME.values()) <= known.keys()
-    assert not SAME.keys() & known.keys()
+    assert set(SYNONYMS.values()) <= known.keys()
+    assert not SYNONYMS.keys() & known.keys()
 
 
 def test_inputs_with_options_of_their_own_are_answered_as_alone(engine: Engine) -> None:

@@ -20,7 +20,7 @@ from transferry.build_model.checkpoint import Checkpoint, load_checkpoint
 from transferry.build_model.importing.huggingface.importer import import_pretrained
 from transferry.export.bundle import Contents
 from transferry.export.checks.check import prove
-from transferry.export.checks.files import written
+from transferry.export.checks.job_files import written
 from transferry.export.checks.tasks import ServedTasks
 from transferry.export.oracle.oracle import Oracle
 from transferry.export.verify import Request
