@@ -30,6 +30,7 @@ LETTERS = 6  # of the word of a short row at most
 MADE_UP = 8  # texts of random tokens, without text
 WINDOW, SHARED = 384, 128  # tokens of a window of `answer`, and of two neighbours
 PROBABILITIES = "probabilities"
+VECTORS = {"dense": "vector", "tokens": "vectors", "sparse": "weights"}  # of results of `embed`
 LEAST = 1e-38  # number by which another may be measured; a probability may be too small for any
 EXACT = 2.0**-22  # of results made of the same tensors, over the largest: float32 rounds vectors
 
@@ -277,11 +278,14 @@ def _plain_embed(
     prompt: str | None = None,
 ) -> bool:
     wanted = _vector(inputs, tensors, pooling, normalise=normalise)
-    if inputs.head.vectors == "tokens":
+    kind = "dense" if pooling is not None else inputs.head.vectors
+    if not hasattr(result, VECTORS[kind]):  # a wrong manifest
+        return False
+    if kind == "tokens":
         skipped = inputs.head.sides[prompt or inputs.head.default_prompt].skipped
         places = [place for place, token in enumerate(row.ids) if token not in skipped]
         return _alike(result.vectors, wanted[places])
-    if pooling is not None or inputs.head.vectors == "dense":
+    if kind == "dense":
         return _alike(result.vector, wanted)
     best = np.sort(wanted[wanted > 0])[::-1][:top]
     apart = len(set(result.indices)) == len(result.indices)

@@ -132,12 +132,12 @@ WITHOUT_EFFECT: Mapping[str, Mapping[str, str]] = {
             "add_bos_token add_eos_token add_prefix_space additional_special_tokens "
             "chat_control_tokens chat_template clean_up_tokenization_spaces "
             "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output "
-            "do_basic_tokenize do_lower do_lower_case errors extra_ids keep_accents "
+            "do_basic_tokenize do_lower do_lower_case errors extra_ids fast keep_accents "
             "language_codes legacy legacy_behaviour lowercase model_input_names "
             "model_specific_special_tokens "
             "never_split num_madeup_words offset remove_space separate_vocabs sp_model_kwargs "
-            "spaces_between_special_tokens src_lang strip_accents tgt_lang "
-            "tokenize_chinese_chars trim_offsets use_default_system_prompt vocab_size "
+            "spaces_between_special_tokens split_by_punct src_lang strip_accents tgt_lang "
+            "tokenize_chinese_chars trim_offsets use_default_system_prompt vocab_size vocab_type "
             "wordpieces_prefix"
         ),
     },

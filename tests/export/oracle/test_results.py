@@ -7,7 +7,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
-from transferry.export.oracle.results import RESULTS, Inputs, Row
+from transferry.export.oracle.results import RESULTS, VECTORS, Inputs, Row
 from transferry.runtime.bundle.head import Aggregation, HeadSettings
 from transferry.runtime.engine.tasks import classify, fill_mask, rank, tag
 from transferry.runtime.engine.tasks.heads import probabilities
@@ -104,3 +104,13 @@ def test_a_rank_too_small_for_a_number(score: float) -> None:
     call: Any = SimpleNamespace(head=head)
     ranked = rank.RankedResult(TEXT, 2, TEXT, **rank._Call.answer(call, row, scores[0]))
     assert RESULTS["rank"](inputs_of(head), row, ranked, {"head": scores})
+
+
+@pytest.mark.parametrize("kind", VECTORS)
+def test_vectors_of_another_kind_follow_from_no_tensors(kind: Any) -> None:
+    """As a bundle gives them whose manifest names another kind."""
+    inputs: Any = SimpleNamespace(head=HeadSettings("embed", vectors=kind), embeds=True)
+    for name in {*VECTORS.values()} - {VECTORS[kind]}:
+        result = SimpleNamespace(**{name: np.ones(3)})
+        tensors = {"head": np.ones((1, 3))}
+        assert not RESULTS["embed"](inputs, Row((TEXT,), (1, 2)), result, tensors)
