@@ -239,7 +239,9 @@ def verify(bundle_folder: Path, **options: Any) -> None:
     from transferry.runtime.proof.certificates.standing import fastest
     from transferry.runtime.proof.certificates.strength import STRENGTHS
 
-    if options["self_test"] and names_function(str(checkpoint)):
+    own = checkpoint and names_function(str(checkpoint))
+    imports = checkpoint and is_pretrained(checkpoint)  # or it is refused, before torch is loaded
+    if own and options["self_test"]:
         raise UsageError(
             f"--self-test knows the weights of the reference alone, not those of {checkpoint}; "
             "plant faults in its graphs with audit --plant"
@@ -271,8 +273,7 @@ def verify(bundle_folder: Path, **options: Any) -> None:
             from transferry.export.verify import Request, verify_against
 
             trained = load_reference(checkpoint, tokenizer=bundle.tokenizer)
-            own = not names_function(str(checkpoint)) and not is_pretrained(checkpoint)
-            samples = load_samples(checkpoint) if own else []
+            samples = [] if imports or own else load_samples(checkpoint)
             if texts is None:
                 texts = fitting(samples, trained.tokenizer, trained.model.config)
             if date and not force:

@@ -160,6 +160,8 @@ def _corpus(options: Mapping[str, Any]) -> PairFiles | Path:
     source, target, pairs = (options[name] and Path(options[name]) for name in CORPUS)
     if STANDARD_STREAM in (source, target, pairs):
         raise UsageError("the text is read more than once, and stdin only once; name a file")
+    if (text := pairs or source) and next(read_lines(text), None) is None:  # before `out` is made
+        raise InputError(f"{text}: expected at least one line, found none; give another file")
     if pairs and not source and not target:
         return PairFiles(pairs)
     if source and not pairs:
