@@ -214,7 +214,7 @@ def test_odd_lines_are_all_there(tmp_path: Path, seed: int) -> None:
         path.write_bytes(content.encode())
         lines = [line.removesuffix("\r") for line in content.split("\n")]
         wanted = ["<malformed>" if "\0" in line else line for line in lines]
-        assert kinds(path) == wanted
+        assert kinds(path, format="text") == wanted
         path = tmp_path / "odd.jsonl"
         path.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
         assert kinds(path) == wanted
@@ -282,6 +282,8 @@ def wide_zstd() -> bytes:
         ("a.csv", b"id;text\n1;a\n2\n", "cannot tell whether ',' or ';'.*--delimiter"),
         ("a.csv", b"id;a,text\n1;2,x\n", "cannot tell whether ',' or ';'.*--delimiter"),
         ("a.tsv", b"id,text\n1,a\n", r"cannot tell whether '\\t' or ','.*--delimiter"),
+        ("a.txt", b'{"text": "a"}\n', "found an object of JSON a line; add --format-in jsonl"),
+        ("a.en", b"Go.\tGeh.\t1\n" * 3, "found 3 columns between tabs; choose one"),
         ("a.csv", b"A dog runs.\nTwo men\n", "expected a header, found 'A dog runs.'"),
         ("a.tsv", b"two men talk to me\na\n", "expected a header"),
         ("a.tsv", b'"id"\t"text"\n"1"\t"a"\n', "quotation marks as in CSV; add --format-in csv"),
@@ -299,6 +301,16 @@ def test_what_is_no_rows_is_refused(
     path.write_bytes(content)
     with pytest.raises((InputError, UsageError), match=message):
         rows_of(path)
+
+
+def test_texts_of_one_line_may_be_anything(tmp_path: Path) -> None:
+    """The format of a name is doubted only for lines that no text has; a chosen one never."""
+    lines = ['{"text": 1', "a\tb", "[1]", "{}", "", "c\td\te"]
+    path = tmp_path / "a.txt"
+    path.write_text("\n".join(lines))
+    assert rows_of(path) == lines
+    path.write_text("{}\na\tb\n")
+    assert rows_of(path, format="text") == ["{}", "a\tb"]
 
 
 def test_quoted_cells_of_pandas_are_no_tsv(tmp_path: Path) -> None:

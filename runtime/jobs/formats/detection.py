@@ -6,6 +6,7 @@ import csv
 import json
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import cast
@@ -123,6 +124,22 @@ def require_json_lines(path: Source | str, lines: Sequence[str], *, strict: bool
         raise InputError(
             f"{path} is one document in JSON, not an object a line; convert it: "
             f"jq -c '{found}' OLD.json > NEW.jsonl"
+        )
+
+
+def require_text(path: Source | str, lines: Sequence[str]) -> None:
+    """Raises InputError for the first lines of a table or of JSONL, whose name says text."""
+    found = ""
+    with suppress(ValueError, RecursionError):
+        if lines and isinstance(json.loads(lines[0]), dict):
+            found = "an object of JSON a line; add --format-in jsonl"
+    tabs = {line.count("\t") for line in lines}
+    if len(lines) > 2 and len(tabs) == 1 and tabs != {0}:
+        found = f"{tabs.pop() + 1} columns between tabs; choose one (cut -f1 OLD > NEW)"
+    if found:
+        raise InputError(
+            f"{path}: expected a text a line, found {found}, or add --format-in text to read each "
+            "line as it stands"
         )
 
 

@@ -44,6 +44,7 @@ from transferry.runtime.jobs.formats.detection import (
     format_of_name,
     is_json,
     require_json_lines,
+    require_text,
     up_to,
 )
 from transferry.runtime.jobs.formats.openai_batch import Request, parse_request
@@ -281,6 +282,14 @@ class _LineReader(RowReader):
 class _TextReader(_LineReader):
     def _header(self, lines: Iterator[_Line]) -> tuple[list[str], Iterator[_Line]]:
         return ["text"], lines
+
+    def _lines(self, start: int = 0) -> Iterator[_Line]:
+        lines = super()._lines(start)
+        if not start and not self._dialect.pages:  # the format was not chosen
+            head = [*islice(lines, 3)]
+            require_text(self.file, [line.raw.decode(self._encoding, "replace") for line in head])
+            yield from head
+        yield from lines
 
     def _fields(self, line: _Line) -> Fields | RowError:
         text = decoded(line.raw, self._encoding)
