@@ -160,13 +160,11 @@ def _corpus(options: Mapping[str, Any]) -> PairFiles | Path:
     source, target, pairs = (options[name] and Path(options[name]) for name in CORPUS)
     if STANDARD_STREAM in (source, target, pairs):
         raise UsageError("the text is read more than once, and stdin only once; name a file")
-    if (text := pairs or source) and next(read_lines(text), None) is None:  # before `out` is made
+    if (pairs and (source or target)) or not (text := pairs or source):
+        raise UsageError("give --source, with --target where there are references, or --pairs")
+    if next(read_lines(text), None) is None:  # before `out` is made
         raise InputError(f"{text}: expected at least one line, found none; give another file")
-    if pairs and not source and not target:
-        return PairFiles(pairs)
-    if source and not pairs:
-        return PairFiles(source, target) if target else source
-    raise UsageError("give --source, with --target where there are references, or --pairs")
+    return PairFiles(text, target) if pairs or target else text
 
 
 def _n_best(options: Mapping[str, Any]) -> int:

@@ -245,6 +245,7 @@ def require_refused(folder: Path, code: int, message: str, *arguments: str | Pat
         ("--device=tpu", 2, "device must be cpu"),
         ("--pairs=absent.tsv", 2, "give --source, with --target"),
         ("--source=absent.en", 3, "absent.en"),
+        ("--source=/dev/null", 3, "expected at least one line, found none"),
         ("--variant=cpu-int9", 2, "cpu-int9"),
         ("--preset=prose", 2, "'prose' is not one of"),
     ],
