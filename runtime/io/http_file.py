@@ -93,8 +93,9 @@ class HttpFile(io.RawIOBase):
     def _ask(self) -> Any:
         """Begins a response at the current place, and returns its headers."""
         request = _request(self._url)
+        asked = f"bytes {self._at}-"
         if self._at:
-            request.add_header("Range", f"bytes={self._at}-")
+            request.add_header("Range", asked.replace(" ", "="))
         try:
             self._response = response = _OPENER.open(request, timeout=_PATIENCE)
         except urllib.error.HTTPError as error:
@@ -111,6 +112,11 @@ class HttpFile(io.RawIOBase):
             self._size = None if announced is None else int(announced)
         elif response.status != 206:
             self._skip(response)
+        elif not (part := response.headers.get("Content-Range", asked)).startswith(asked):
+            raise InputError(
+                f"{self._shown}: expected {asked}, found {part}, another part of the file; "
+                "download it first"
+            )
         # Read until the server hangs up, and so find out whether its announcement is true.
         response.length = None
         return response.headers

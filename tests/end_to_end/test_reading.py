@@ -24,6 +24,7 @@ from tests.end_to_end.files import HARD_TEXTS
 from tests.runtime.jobs.helpers import Echo, read_records
 from transferry.runtime.engine.result import RowError
 from transferry.runtime.errors import InputError, TransferryError, UsageError
+from transferry.runtime.io.http_file import HttpFile
 from transferry.runtime.jobs.formats.readers import open_inputs, open_reader
 from transferry.runtime.jobs.formats.sources import expand
 from transferry.runtime.jobs.job import Job
@@ -414,6 +415,7 @@ class Unreliable(http.server.BaseHTTPRequestHandler):
             "page": (200, PAGE, len(PAGE)),
             "number": (200, ROWS, "many"),
             "private": (401, b"", 0),
+            "part": (206 if self.headers["Range"] else 200, ROWS, len(ROWS)),
         }.get(name, (int(name) if name.isdecimal() else 404, b"", 0))
         if name == "private" and self.headers["Authorization"] == "Basic bWU6czNjcmV0":
             status, content, length = 200, b"one\ntwo\n", 8
@@ -421,6 +423,8 @@ class Unreliable(http.server.BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(length))
         if status == 302:
             self.send_header("Location", "/page")
+        if status == 206:
+            self.send_header("Content-Range", f"bytes 0-{len(ROWS) - 1}/{len(ROWS)}")
         self.end_headers()
         self.wfile.write(content)
 
@@ -431,6 +435,13 @@ def server() -> Iterator[str]:
         threading.Thread(target=serving.serve_forever, args=(0.01,), daemon=True).start()
         yield f"127.0.0.1:{serving.server_port}"
         serving.shutdown()
+
+
+def test_another_part_of_a_file_is_told(server: str) -> None:
+    with HttpFile(f"http://{server}/part", "part") as file:
+        file.seek(1000)
+        with pytest.raises(InputError, match="expected bytes 1000-, found bytes 0-"):
+            file.read(10)
 
 
 @pytest.mark.parametrize(

@@ -281,7 +281,7 @@ def test_options_that_cannot_be(options: dict[str, Any], message: str) -> None:
 CHOSEN: dict[str, Any] = {
     **dict.fromkeys(("source_language", "target_language", "source_language_column"), "x"),
     **dict.fromkeys(("target_language_column", "prefix", "system", "messages", "prompt_ids"), "x"),
-    **dict.fromkeys(("prompt", "pair", "mask"), "x"),
+    **dict.fromkeys(("prompt", "pair", "mask", "chat_template_kwargs"), "x"),
     "generation": {"beam": 2},
     "chat": True,
     "suppress": ("x",),
