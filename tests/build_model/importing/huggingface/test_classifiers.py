@@ -104,8 +104,8 @@ def test_scores_are_theirs(kind: str, suffix: str, problem: str, seed: int, tmp_
     expected = 2 if task == "answer" else 1 if problem == "none" else 3
     assert (head.task, head.probabilities, labels) == (task, problem, expected)
     assert f"head for --task {task}, labels {', '.join(head.labels)}, " in said[0]
-    works = " and rank work" if problem == "none" else " work"
-    assert f"no masked language model head: only --task embed and {task}{works}" in said[0]
+    works = f"embed, {task} and rank" if problem == "none" else f"embed and {task}"
+    assert f"no masked language model head: only --task {works} work" in said[0]
     rows: list[tuple[str, str | None]] = [(text, None) for text in TEXTS]
     rows += [] if task == "tag" else PAIRS[:2]
     require_their_answers(theirs, checkpoint, rows)
