@@ -159,6 +159,9 @@ def _problem(manifest: Manifest) -> str:
                 return f"variant {name!r} has no graph {graph!r}"
         if manifest.head is not None and (problem := _head_problem(manifest.head, variant)):
             return f"variant {name!r} {problem}"
+        for spec in (spec for graph in variant.graphs.values() for spec in graph.outputs):
+            if spec.role in ("logits", "hidden") and not isinstance((*spec.shape, "")[-2], int):
+                return f"variant {name!r} has an output {spec.name!r} without a fixed width"
         used = [graph.file for graph in variant.graphs.values()]
         used += [variant.reference, *(tensor.file for tensor in variant.screen.values())]
         for file in used:
@@ -181,6 +184,8 @@ def _head_problem(head: HeadSettings, variant: Variant) -> str:
     width = len(head.labels)
     if len(found) != 1 or len(found[0]) != rank or not isinstance(found[0][-1], int):
         return f"gives no scores or vectors for task {head.task}"
+    if head.task != "embed" and head.vectors != "dense":
+        return f"gives scores for task {head.task}, and no {head.vectors} vectors"
     if head.task != "embed" and found[0][-1] != width:
         return f"gives {found[0][-1]} scores, and there are {width} labels"
     if head.default_prompt and head.default_prompt not in {*head.prompts, *head.sides}:

@@ -189,6 +189,10 @@ def screened(**changes: Any) -> Record:
         ({f"{VARIANT}.screen": {"weight": WEIGHT}}, "has no graph 'approximate_logits'"),
         ({f"{ENCODER}.file": "../encoder.onnx"}, "matching regex"),
         ({f"{ENCODER}.inputs.0.shape": ...}, "missing required field `shape`"),
+        (
+            {f"{VARIANT}.graphs.decoder.outputs.0.shape": [300, "batch"]},
+            "output 'logits' without a fixed width",
+        ),
         ({"files": {"reference.npz": {"sha256": "0" * 64}}}, "missing required field `size`"),
         *(
             ({"files": {name: {}}}, r"matching regex .* - at `key` in `\$\.files`")

@@ -202,6 +202,9 @@ def test_labels_through_bundle_and_engine_are_theirs(
         fewer = replace(manifest, head=replace(manifest.head, labels=(*labels, "more")))
         with pytest.raises(InputError, match=f"gives {len(labels)} scores, and there are"):
             Manifest.from_json(fewer.to_json(), "manifest.json")
+        sparse = replace(manifest, head=replace(manifest.head, vectors="sparse"))
+        with pytest.raises(InputError, match="for task classify, and no sparse vectors"):
+            Manifest.from_json(sparse.to_json(), "manifest.json")
         embedding = replace(manifest, head=replace(manifest.head, task="tag"))
         with pytest.raises(InputError, match="gives no scores or vectors for task tag"):
             Manifest.from_json(embedding.to_json(), "manifest.json")
