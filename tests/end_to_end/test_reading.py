@@ -284,6 +284,7 @@ def wide_zstd() -> bytes:
         ("a.csv", b"id;a,text\n1;2,x\n", "cannot tell whether ',' or ';'.*--delimiter"),
         ("a.tsv", b"id,text\n1,a\n", r"cannot tell whether '\\t' or ','.*--delimiter"),
         ("a.txt", b'{"text": "a"}\n', "found an object of JSON a line; add --format-in jsonl"),
+        ("a.txt", b'id;"text"\n1;A dog\n2;"Two', "found a table of CSV; add --format-in csv"),
         ("a.en", b"Go.\tGeh.\t1\n" * 3, "found 3 columns between tabs; choose one"),
         ("a.csv", b"A dog runs.\nTwo men\n", "expected a header, found 'A dog runs.'"),
         ("a.tsv", b"two men talk to me\na\n", "expected a header"),
@@ -310,6 +311,8 @@ def test_texts_of_one_line_may_be_anything(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("\n".join(lines))
     assert rows_of(path) == lines
+    path.write_text("yes,no\nA dog, a cat, a man.\n")
+    assert rows_of(path) == ["yes,no", "A dog, a cat, a man."]
     path.write_text("{}\na\tb\n")
     assert rows_of(path, format="text") == ["{}", "a\tb"]
 

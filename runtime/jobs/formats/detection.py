@@ -41,6 +41,8 @@ _CONVERSIONS = {
     **dict.fromkeys(("xls", "xlsb", "ods"), "soffice --headless --convert-to csv FILE"),
     "orc": "python -c \"import pandas; pandas.read_orc('FILE').to_parquet('NEW.parquet')\"",
 }
+# A line that holds names of columns, and no text: they have no blanks between them.
+_NAMES = re.compile(r"\"?[\w.-]+\"?([,;|])(\"?[\w.-]+\"?\1)*\"?[\w.-]+\"?")
 # A cell in quotation marks.
 _QUOTED = re.compile(r'(?<![^\t\n])"(?:[^"]|"")*"(?![^\t\n])')
 DELIMITERS = (",", ";", "\t", "|")
@@ -133,6 +135,9 @@ def require_text(path: Source | str, lines: Sequence[str]) -> None:
     with suppress(ValueError, RecursionError):
         if lines and isinstance(json.loads(lines[0]), dict):
             found = "an object of JSON a line; add --format-in jsonl"
+    header = _NAMES.fullmatch(lines[0]) if len(lines) > 1 else None
+    if header and _fits(lines, header[1], cut=True):
+        found = "a table of CSV; add --format-in csv"
     tabs = {line.count("\t") for line in lines}
     if len(lines) > 2 and len(tabs) == 1 and tabs != {0}:
         found = f"{tabs.pop() + 1} columns between tabs; choose one (cut -f1 OLD > NEW)"
