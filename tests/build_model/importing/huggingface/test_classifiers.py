@@ -279,7 +279,7 @@ def test_jobs_with_heads(
         ]
         assert "".join(each.text for each in row.tags) == PAIRS[0][0]
     for wrong, message in (
-        (["--task", "embed", "--pair", "other"], "only on classify and rank"),
+        (["--task", "embed", "--pair", "other"], "only on classify, rank"),
         (["--task", "embed", "--aggregation", "max"], "--aggregation has no effect on task embed"),
         (["--task", "rank"], "name the column of the second with --pair"),
         (["--task", "classify", "--prompt", "query"], "--prompt has no effect on task"),
