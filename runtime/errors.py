@@ -7,6 +7,7 @@ traceback and exits with `exit_code`.
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 # Notes of functions that a program calls; a command prints them on stderr instead.
@@ -91,15 +92,34 @@ def require(holds: bool, name: str, expected: str, found: object) -> None:
 
 @contextmanager
 def from_extra(extra: str, *needs: str | Option, instead: str = "") -> Iterator[None]:
-    """Raises UsageError for a missing package: who needs which one, and how to install the extra.
+    """Raises UsageError for a missing or old package, and says how to install the extra.
 
-    `instead` are words on another way.
+    `needs` say who needs which package, its name last; `instead` are words on another way.
     """
     try:
         yield
     except ModuleNotFoundError as error:
         told = f", which is not installed; {install_command(extra)}{instead}"
         raise UsageError(*needs, told) from error
+    if found := _outdated(needs[-1].split()[-1]):
+        told = f" {found[1]} or later, found {found[0]}; {install_command(extra)}{instead}"
+        raise UsageError(*needs, told)
+
+
+@cache
+def _outdated(package: str) -> tuple[str, str] | None:
+    """Returns the version of a package and the least that is declared, if the first is older."""
+    import re
+    from importlib.metadata import PackageNotFoundError, requires, version
+
+    try:
+        declared, installed = requires("transferry") or [], version(package)
+    except PackageNotFoundError:
+        return None
+    bounds = (re.match(rf"{package}\b[^;]*>=([\d.]+)", each, re.I) for each in declared)
+    least = next((bound[1] for bound in bounds if bound), "0")
+    found, wanted = ([*map(int, re.findall(r"\d+", each))] for each in (installed, least))
+    return (installed, least) if found < wanted else None
 
 
 def install_command(extra: str, *options: str) -> str:
