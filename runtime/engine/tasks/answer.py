@@ -229,7 +229,7 @@ class _Call(EncoderCall):
         self.or_none = options.handle_impossible_answer
         self.tokenizer = engine.bundle.tokenizer
         self.tokenizer.places("a")  # refuses tokenizers that do not tell places
-        if not self.special.between:
+        if not self.special.joins_pairs:
             raise UsageError("the bundle's tokenizer joins no pairs of texts, as task answer needs")
         most = self.preprocessor.positions
         window, shared = options.max_seq_len, options.doc_stride

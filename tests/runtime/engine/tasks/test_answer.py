@@ -143,6 +143,20 @@ def test_answers_are_those_of_the_pipeline(
         assert np.abs(np.array(row.numbers) - [each[3] for each in wanted]).max() < 1e-5
 
 
+def test_pairs_without_tokens_in_between_are_answered(tmp_path: Path) -> None:
+    theirs = Theirs("qwen3", 0, tmp_path / "theirs", "ForQuestionAnswering")
+    import_pretrained(tmp_path / "theirs", tmp_path / "run")
+    unverified(load_checkpoint(tmp_path / "run"), tmp_path / "bundle", Contents(texts=TEXTS[:3]))
+    with Engine.load(tmp_path / "bundle", variant="portable") as engine:
+        assert not engine.bundle.tokenizer.special.between
+        found = list(engine.answer(QUESTIONS))
+    for row, (question, context) in zip(found, QUESTIONS, strict=True):
+        ((text, start, end, score),) = pipeline(theirs, question, context)
+        (best,) = row.answers
+        assert (best.text, best.start, best.end) == (text, start, end)
+        assert abs(best.score - score) < 1e-5
+
+
 @pytest.mark.parametrize("from_end", [False, True])
 @pytest.mark.parametrize(("room", "shared"), [(7, 3), (7, 0), (2, 1), (30, 29), (99, 5)])
 def test_windows_are_those_of_tokenizers(
