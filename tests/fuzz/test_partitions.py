@@ -11,7 +11,7 @@ import pytest
 
 from tests.conftest import THOROUGH
 from tests.end_to_end.files import read_rows
-from tests.runtime.jobs.helpers import Echo
+from tests.runtime.jobs.helpers import Echo, LocalRunner
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.jobs.job import Job
 from transferry.runtime.jobs.job_options import JobOptions
@@ -109,6 +109,11 @@ def test_partitions_merge_into_the_plain_output(tmp_path: Path, form: str) -> No
             whole = Job(Echo(), files, folder / f"whole.{out}", options).run()
         except (InputError, UsageError):  # lines of \r alone, or two delimiters
             continue
+        # Workers write the same bytes, also where every second call goes down.
+        runner = LocalRunner([True, False] * 5)
+        Job(runner.load(), files, folder / f"chunks.{out}", options, runner).run()
+        merge([folder / f"chunks.{out}"], folder / f"joined.{out}")
+        assert (folder / f"joined.{out}").read_bytes() == (folder / f"whole.{out}").read_bytes()
         if form == "jsonl" and out in ("jsonl", "csv", "tsv", "parquet"):
             require_fields(files, folder / f"whole.{out}")
         count, by = draw.choice([1, 2, 3, 5]), draw.choice([None, None, "file"])
