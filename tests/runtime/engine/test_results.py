@@ -10,6 +10,7 @@ import pickle
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -193,7 +194,11 @@ def in_a_fork(work: Callable[[], object]) -> int:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
-def test_a_fork_does_not_wait_for_results(engine: Engine, texts: list[str]) -> None:
+def test_a_fork_does_not_wait_for_results(
+    engine: Engine, texts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Two rows are read ahead, so that the others are not computed before the fork.
+    monkeypatch.setattr(engine, "batches", replace(engine.batches, window=2))
     results = engine.generate(iter(texts * 9), GREEDY)
     next(results)
 
