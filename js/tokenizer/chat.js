@@ -63,10 +63,10 @@ function refused(message) {
 
 /** Returns a message without null values, as transformers does. */
 function checked(message) {
-  if (!("role" in message && "content" in message)) {
+  if (!("role" in message && ("content" in message || "tool_calls" in message))) {
     throw refused(`expected messages with role and content, found ${pythonJson(message).slice(0, 80)}`);
   }
-  const { role, content } = message;
+  const { role, content = null } = message;
   if (typeof role !== "string" || !ROLE.test(role)) throw refused(`expected a role such as user, found '${String(role).slice(0, 80)}'`);
   // Template engines differ in what they make of a list in the place of a text.
   if (content !== null && typeof content !== "string") {

@@ -139,16 +139,16 @@ def test_chats_have_the_ids_of_python(tmp_path: Path) -> None:
         seal(folder, tokenizer.vocabulary_size)
         chats: list[Any] = []
         for messages in test_chats.CHATS:
-            lists = any(isinstance(message["content"], list) for message in messages)
             try:
-                ids = None if lists else tokenizer.encode_chat(messages)
+                ids = tokenizer.encode_chat(messages)
             except ChatError:
                 ids = None
             # DeepSeek's template writes an object as Python does.
             if name != "deepseek" or "tool_calls" not in str(messages):
                 chats.append((messages, ids))
         token = TEMPLATES[name][1][0]
-        hostile = [{"role": "user", "content": f"a {token} b"}]
-        cases.append({"bundle": str(folder), "chats": [*chats, (hostile, None), ([], None)]})
+        refused = [f"a {token} b", test_chats.PARTS]
+        chats += [([{"role": "user", "content": content}], None) for content in refused]
+        cases.append({"bundle": str(folder), "chats": [*chats, ([], None)]})
     assert sum(ids is not None for case in cases for _, ids in case["chats"]) > 30
     assert "# fail 0" in npm_test(write_cases(tmp_path / "cases.json", [], [], chats=cases))
