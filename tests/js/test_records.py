@@ -143,8 +143,11 @@ def test_chats_have_the_ids_of_python(tmp_path: Path) -> None:
                 ids = tokenizer.encode_chat(messages)
             except ChatError:
                 ids = None
-            # DeepSeek's template writes an object as Python does.
-            if name != "deepseek" or "tool_calls" not in str(messages):
+            # DeepSeek's template writes an object as Python does, and Gemma's goes through an
+            # undefined content, which the other engine refuses.
+            lacks = any("content" not in message for message in messages)
+            differs = {"deepseek": "tool_calls" in str(messages), "gemma 3": lacks}
+            if not differs.get(name):
                 chats.append((messages, ids))
         token = TEMPLATES[name][1][0]
         refused = [f"a {token} b", test_chats.PARTS]
