@@ -27,7 +27,7 @@ PACKAGES := js/node_modules/.ready
 export PYTHONDONTWRITEBYTECODE =
 
 # `tests` and `kernels` are folders too.
-.PHONY: setup test types tests test-all chromium fuzz demo docs sessions kernels js clean
+.PHONY: setup test types tests test-all lowest chromium fuzz demo docs sessions kernels js clean
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -67,6 +67,13 @@ tests: setup
 	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check "onnxruntime==1.17.3" "numpy<2"
 	touch $@
 
+# Tests of packages whose versions decide something.
+LOWEST := tests/runtime tests/cli tests/export/test_bundle.py tests/export/blame tests/export/report
+
+lowest: .venv-lowest/.ready
+	.venv-lowest/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $$($(BIN)/python .ci/lowest.py)
+	OMP_NUM_THREADS=1 .venv-lowest/bin/python -m pytest -n auto --dist loadfile $(LOWEST)
+
 # The headers of onnxruntime, 85 kB of Debian 13, into build/: nothing is installed.
 HEADERS := build/headers
 APT := -o Dir::Etc::SourceList=$(CURDIR)/$(HEADERS)/sources.list -o Dir::Etc::SourceParts=- -o Dir::State::Lists=$(CURDIR)/$(HEADERS)/lists -o Dir::Cache=$(CURDIR)/$(HEADERS)
@@ -94,6 +101,7 @@ test-all: .venv-all/.ready .venv-optimum/.ready .venv-oldest/.ready $(PACKAGES) 
 	$(OPTIONAL_TESTS) EXAMPLES=2 .venv-all/bin/python -m pytest -n auto --dist loadfile $(DRAWN)
 	$(OPTIONAL_TESTS) .venv-all/bin/python -m pytest tests/export/test_conformance.py tests/export/test_recurrent.py -k 'cuda-fp16-recurrent or says_what'
 	$(OPTIONAL_TESTS) .venv-optimum/bin/python -m pytest -m optimum tests/export/subject/test_optimum.py
+	$(MAKE) --no-print-directory lowest
 
 fuzz: setup
 	FUZZ=long OMP_NUM_THREADS=1 $(BIN)/pytest -n auto tests/fuzz

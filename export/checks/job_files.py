@@ -62,9 +62,8 @@ def written(engine: Engine, texts: Sequence[str], change: Change = lambda record
                 continue
             try:
                 problem = _problem(task, rows, results, format, change)
-            except (
-                UsageError
-            ) as error:  # pyarrow is not installed; how to, is of this machine alone
+            except UsageError as error:  # pyarrow is not installed
+                # Without the command that installs it, which is of this machine alone.
                 skipped[format] = str(error).partition(";")[0]
                 continue
             if problem:
