@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 import rare_faults
@@ -248,6 +249,7 @@ def main() -> None:
         print(report(arguments.report))
         return
     run, folder, text, other = arguments.given
+    torch.set_num_threads(1)  # those of OpenMP are not in a fork, which would wait for them
     checkpoint, bundle = load_checkpoint(run), Bundle.load(folder)
     texts, others = (
         fitting(read_sentences(path, rows), checkpoint.tokenizer, checkpoint.model.config)
