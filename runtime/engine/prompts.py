@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Any, Literal, TypeAlias
@@ -146,19 +146,19 @@ def _prompt(variables: str, source: Any, number: int) -> Encodable | Asked:
     if isinstance(source, Sequence) and not isinstance(source, str | bytes):
         if not source:
             return RowError("prompt", f"expected messages or token ids in row {number}, found none")
-        kinds: dict[Any, Literal["messages", "ids"]] = {Mapping: "messages", int: "ids"}
+        kinds: dict[Any, PromptKind] = {Mapping: "messages", int: "ids"}
         for type_, kind in kinds.items():
             if all(isinstance(each, type_) for each in source):
-                found = _as_prompt(source, kind, number)
-                return replace(found, variables=variables) if isinstance(found, Prompt) else found
+                return _as_prompt(source, kind, number, variables)
     return source if isinstance(source, str | RowError) else no_text(source, number)
 
 
 def _as_prompt(
-    values: Sequence[Any], kind: Literal["messages", "ids"], number: int
+    values: Sequence[Any], kind: PromptKind, number: int, variables: str
 ) -> Prompt | RowError:
     try:
-        return Prompt(json.dumps(list(values), ensure_ascii=False, allow_nan=False), kind)
+        text = json.dumps(list(values), ensure_ascii=False, allow_nan=False)
+        return Prompt(text, kind, variables=variables)
     except (TypeError, ValueError, RecursionError) as error:
         return RowError("prompt", f"expected JSON values in row {number}, found others: {error}")
 
