@@ -52,7 +52,7 @@ class Mapper:
         Args:
             bundle: Folder of the bundle, on every machine.
             **options: `task`, `column` and `output_column` of JobOptions; options of the task,
-                such as `top`, and fields of GenerationOptions; keywords of `Engine.load`, such as
+                such as `top`, and fields of GenerationOptions; keywords of `Engine`, such as
                 `variant` and `replicas`.
 
         Raises:
@@ -63,7 +63,7 @@ class Mapper:
         self.sha256 = hashlib.sha256(read_manifest(self.bundle)).hexdigest()
         ours = {"task", "column", "output_column"} | option_names(*TASKS.values()) - _OF_FILES
         searched = field_types(GenerationOptions).keys() - ours
-        loading = {"device", *inspect.signature(Engine.load).parameters}
+        loading = {"device", *inspect.signature(Engine).parameters}
         loading = (loading | field_types(SessionOptions).keys()) - {"folder", "options", "session"}
         if unknown := sorted(options.keys() - ours - searched - loading):
             told = hint(unknown, (*ours, *searched, *loading), SYNONYMS)
@@ -108,7 +108,7 @@ class Mapper:
     def _engine(self) -> Engine:
         if self._opened is None or self._opened[0] != os.getpid():  # a session survives no fork
             self._reset()
-            engine = Engine.load(self.bundle, **self._load)
+            engine = Engine(self.bundle, **self._load)
             if engine.bundle.sha256 != self.sha256:
                 raise InputError(
                     f"{self.bundle} on this machine is not the bundle that the mapper was made "

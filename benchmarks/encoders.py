@@ -63,7 +63,7 @@ def open_engine(bundle: Path, variant: str) -> dict[str, Embedding]:
     found: dict[str, Embedding] = {}
     for replicas, threads in layouts():
         options = SessionOptions(threads=threads)
-        engine = Engine.load(bundle, options, variant=variant, replicas=replicas)
+        engine = Engine(bundle, options, variant=variant, replicas=replicas)
         found[f"{replicas} x {threads}"] = partial(_engine_vectors, engine)
     return found
 

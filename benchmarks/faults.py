@@ -125,7 +125,7 @@ class Answers:
     def _records(self, bundle: Bundle, options: SessionOptions) -> Iterator[tuple[str, Any]]:
         """Yields the result of each row of each task."""
         variant = bundle.variant(self.variant.name)
-        engine = Engine(bundle, open_model(bundle, variant, options))
+        engine = Engine.of(bundle, open_model(bundle, variant, options))
         for first in range(0, len(self.texts), ROWS):
             for task, results in self._tasks(engine, self.texts[first : first + ROWS]):
                 yield from ((f"{task}, row {row}", each) for row, each in enumerate(results))

@@ -265,7 +265,7 @@ def open_engine(setup: Setup, model: str, variant: str) -> Callable[[int, int], 
             return lambda: [list(row) for row in served.encode(ids, mask)["hidden"][:, :, 0]]
 
         return encode
-    engine = Engine(bundle, served)
+    engine = Engine.of(bundle, served)
 
     def generate(rows: int, beam: int) -> Work:
         return partial(engine_tokens, engine, setup.search(beam), prompts_of(bundle, rows), rows)

@@ -30,7 +30,7 @@ def cost(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     texts = read_sentences(arguments.text, arguments.rows)
     source, out = folder / "source.txt", folder / "answers.jsonl"
     source.write_text("".join(f"{text}\n" for text in texts), encoding="utf-8")
-    engine = Engine.load(arguments.bundle)
+    engine = Engine(arguments.bundle)
     options = JobOptions(force=True, generation={"beam": arguments.beam})
     search = GenerationOptions(**{**engine.bundle.manifest.generation, "beam": arguments.beam})
     work: dict[str, Callable[[], object]] = {

@@ -109,7 +109,7 @@ class Side:
         ).answer
 
     def _open_engine(self) -> Answering:
-        engine = Engine.load(
+        engine = Engine(
             self.folder,
             SessionOptions(threads=self.threads),
             variant=self.kind,

@@ -217,7 +217,7 @@ class Verification:
         if subject.calibration is not None:
             fed = partial(feeding, self.text, oracle.special)
             found.append(calibrated(subject, oracle, fed, self.text.sources))
-        engine = Engine(bundle, subject.model)
+        engine = Engine.of(bundle, subject.model)
         found.append(claim(WRITTEN, lambda: [written(engine, self.request.texts)]))
         if self.request.cross_check:
             found += cross_checks(oracle, subject.model, bundle)
@@ -234,13 +234,13 @@ class Verification:
     def tasks(self) -> Sequence[str]:
         """Names of the tasks whose results are compared; of a decoder none without text."""
         compared = self.text.sources or not self.subject.decodes
-        return Engine(self.subject.bundle, self.subject.model).tasks if compared else ()
+        return Engine.of(self.subject.bundle, self.subject.model).tasks if compared else ()
 
     def _searches(self) -> list[Check]:
         """Returns the checks of a decoder: its positions, and its answers to text."""
         subject, oracle, text = self.subject, self.oracle, self.text
         rows, batches, texts = len(text.sources), self.batches, self.request.texts
-        served = Engine(subject.bundle, subject.model, replicas=REPLICAS, batches=batches)
+        served = Engine.of(subject.bundle, subject.model, replicas=REPLICAS, batches=batches)
         found = [positions(subject, oracle, self.request.effort.positions)]
         found += served_searches(subject, oracle, text, subject.variant, batches)
         if rows:

@@ -25,7 +25,7 @@ CPP_FUNCTION = re.compile(
 )
 # The list may only become shorter.
 STILL_OVERSIZED = {
-    "runtime/engine/open_bundle.py: load",
+    "runtime/engine/open_bundle.py: __init__",
     "tests/build_model/importing/huggingface/test_classifiers.py: test_jobs_with_heads",
     "tests/build_model/importing/huggingface/test_classifiers.py: "
     "test_labels_through_bundle_and_engine_are_theirs",

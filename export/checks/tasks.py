@@ -278,7 +278,7 @@ class ServedTasks:
         for place, chunk in enumerate(self._chunks(_most(model, batches))):
             serving = _Serving({each.row.ids: each for _, each in chunk}, self.oracle, self.inputs)
             watched = Watched(model, serving.shown)
-            engine = Engine(bundle, watched, replicas=REPLICAS, batches=batches)
+            engine = Engine.of(bundle, watched, replicas=REPLICAS, batches=batches)
             self._serve(engine, serving, chunk, whole=not place)
             yield Findings(comparisons=serving.comparisons(), failing=serving.failing)
             for task, each in chunk:

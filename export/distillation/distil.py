@@ -265,7 +265,7 @@ def _answer(
         **{name: options[name] for name in OF_JOB if options[name] is not None},
     )
     session = SessionOptions(**{name: options[name] for name in SESSION})
-    with Engine.load(options["teacher"], session, variant=options["variant"]) as engine:
+    with Engine(options["teacher"], session, variant=options["variant"]) as engine:
         text = corpus if isinstance(corpus, Path) else rows
         job = Job(engine, text, out / run_folder.ANSWERS, chosen)
         answers = "the teacher's answers"

@@ -94,7 +94,7 @@ def self_test(
     """
     variant = subject.variant
     planted = [_fallen_back(subject.bundle.graph(next(iter(variant.graphs.values()))))]
-    engine = Engine(subject.bundle, subject.model)
+    engine = Engine.of(subject.bundle, subject.model)
     planted.append(_rounding_writer(engine))
     planted += _wrong_engines(subject, oracle, engine, sources) if subject.decodes else ()
     test = BundleTest(subject, oracle.remembering(), sources, fresh)

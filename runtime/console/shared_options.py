@@ -354,7 +354,7 @@ def _engine_loader(options: Mapping[str, Any]) -> Callable[[], Engine]:
             f"--device must be numbers of GPUs, such as 0 or 0,1, found {shown(options['device'])}"
         ) from error
     return partial(
-        Engine.load,
+        Engine,
         folder,
         **{name: options[name] for name in (*_SESSION, "variant")},
         replicas=replicas,

@@ -1,7 +1,6 @@
 """Text in, results out: everything that a bundle can do."""
 
 from pathlib import Path
-from typing import Any
 
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.engine.open_bundle import OpenBundle
@@ -31,16 +30,6 @@ class Engine(OpenBundle):
     It takes any iterable and returns an iterator of results in the same order, for `for` and for
     `async for`.
     """
-
-    def __init__(self, bundle: Bundle | Path | str, *opened: Any, **settings: Any) -> None:
-        """Opens a folder with the arguments of `load`, or combines a bundle with opened models."""
-        if not isinstance(bundle, Bundle):
-            found = type(self).load(bundle, *opened, **settings)
-            bundle, opened = found.bundle, tuple(found.models)
-            settings = {name: getattr(found, name) for name in ("replicas", "batches", "progress")}
-            settings["processes"] = found._processes
-            settings |= {"certificate": found.certificate, "required": found.required}
-        super().__init__(bundle, *opened, **settings)
 
     generate = generate
     score = score

@@ -74,51 +74,20 @@ class OpenBundle:
     """A bundle with its models, open on every device: what the tasks compute on.
 
     It is a context manager; on leaving, the models are closed.
+
+    Attributes:
+        certificate: Citation of the certificate, for reports.
+        required: Certificates that must cover every search.
+        progress: Whether each call shows a progress bar.
     """
+
+    certificate = "not looked for"
+    required: Sequence[Certificate] = ()
+    progress = False
+    _processes: Processes | None = None  # others, with some of the replicas
 
     def __init__(
         self,
-        bundle: Bundle,
-        *models: ServedModel,
-        replicas: int = 1,
-        processes: Processes | None = None,
-        batches: BatchOptions | None = None,
-        certificate: str = "not looked for",
-        required: Sequence[Certificate] = (),
-        progress: bool = False,
-    ) -> None:
-        """Combines a bundle with opened models; `load` opens a folder.
-
-        Args:
-            bundle: The bundle.
-            models: One variant of it, opened once per device. All devices share the rows.
-            replicas: Concurrent batches per device.
-            processes: Others, with some of the replicas.
-            batches: Limits on a batch. Default: depends on the variant.
-            certificate: Citation of the certificate, for reports.
-            required: Certificates that must cover every search.
-            progress: Show a progress bar for each call.
-        """
-        check_replicas(replicas)
-        require_type("batches", batches, BatchOptions | None)
-        self.bundle = bundle
-        self.models: Sequence[ServedModel] = models
-        self.replicas = replicas
-        self._processes = processes
-        self.batches = batches or models[0].batches
-        self.certificate = certificate
-        self.required = required
-        self.progress = progress
-        self._waiting: Callable[[int], None] = _nothing
-        self.max_positions = int(bundle.manifest.model["max_positions"])
-        tokenizer = bundle.tokenizer
-        self.preprocessor = Preprocessor(
-            tokenizer.encode_batch, tokenizer.special, self.max_positions, tokenizer.longest_token
-        )
-
-    @classmethod
-    def load(
-        cls,
         folder: Path | str,
         options: SessionOptions | None = None,
         *,
@@ -134,7 +103,7 @@ class OpenBundle:
         special_tokens: Literal["as-text", "as-tokens"] = "as-text",
         progress: bool = False,
         **session: Any,
-    ) -> Self:
+    ) -> None:
         """Opens a bundle.
 
         If the bundle was verified with another CPU, GPU or version of onnxruntime, transferry or
@@ -196,7 +165,7 @@ class OpenBundle:
         if len(shares) > 1:
             reads_special = special_tokens == "as-tokens"
             around = (bundle.folder, bundle.sha256, chosen.name, devices[0], reads_special)
-            others = Processes(Opening(OpenBundle, *around), shares[1:])
+            others = Processes(Opening(OpenBundle.of, *around), shares[1:])
         models, citations, required = zip(
             *(open_certified(bundle, chosen, each, strength, trusted, prove) for each in devices),
             strict=True,
@@ -208,12 +177,61 @@ class OpenBundle:
             raise UsageError(Option("special_tokens"), f" must be as-text or as-tokens, {found}")
         if strength:
             batches = covered(batches, models[0].batches, required)
-        named: dict[str, Any] = {"required": required if strength else (), "batches": batches}
         # Devices of one kind have the same certificate.
-        named |= {"certificate": "; ".join(dict.fromkeys(citations)), "progress": progress}
+        self.certificate = "; ".join(dict.fromkeys(citations))
+        self.required = required if strength else ()
+        self.progress = progress
+        self._processes = others
         if others:
             others.wait()
-        return cls(bundle, *models, replicas=replicas, processes=others, **named)
+        self._combine(bundle, models, replicas, batches)
+
+    @classmethod
+    def load(
+        cls, folder: Path | str, options: SessionOptions | None = None, **settings: Any
+    ) -> Self:
+        """Opens a bundle, as the class itself does."""
+        return cls(folder, options, **settings)
+
+    @classmethod
+    def of(
+        cls,
+        bundle: Bundle,
+        *models: ServedModel,
+        replicas: int = 1,
+        batches: BatchOptions | None = None,
+    ) -> Self:
+        """Combines a bundle with opened models, without a certificate.
+
+        Args:
+            bundle: The bundle.
+            models: One variant of it, opened once per device. All devices share the rows.
+            replicas: Concurrent batches per device.
+            batches: Limits on a batch. Default: depends on the variant.
+        """
+        engine = cls.__new__(cls)
+        engine._combine(bundle, models, replicas, batches)
+        return engine
+
+    def _combine(
+        self,
+        bundle: Bundle,
+        models: Sequence[ServedModel],
+        replicas: int,
+        batches: BatchOptions | None,
+    ) -> None:
+        check_replicas(replicas)
+        require_type("batches", batches, BatchOptions | None)
+        self.bundle = bundle
+        self.models = models
+        self.replicas = replicas
+        self.batches = batches or models[0].batches
+        self._waiting: Callable[[int], None] = _nothing
+        self.max_positions = int(bundle.manifest.model["max_positions"])
+        tokenizer = bundle.tokenizer
+        self.preprocessor = Preprocessor(
+            tokenizer.encode_batch, tokenizer.special, self.max_positions, tokenizer.longest_token
+        )
 
     def __enter__(self) -> Self:
         return self

@@ -135,7 +135,7 @@ class Opening:
     """How another process opens the bundle.
 
     Attributes:
-        engine: Combines a bundle with a model, as `OpenBundle` does.
+        engine: Combines a bundle with a model, as `OpenBundle.of` does.
         folder: The bundle.
         sha256: Of its manifest, hence of all its files.
         variant: Name of the variant.

@@ -44,7 +44,7 @@ class Canary:
         # Kernels read constants that optimisation basic computes.
         level: Optimisation = "basic" if Precision.of(variant.precision).kernels else "disable"
         model = open_model(bundle, variant, SessionOptions("cpu", 1, optimisation=level))
-        self.reference = Engine(bundle, model, batches=BatchOptions(rows=1, window=1))
+        self.reference = Engine.of(bundle, model, batches=BatchOptions(rows=1, window=1))
         self.every, self.task = every, task
         self.rows = self.identical = self.ties = 0
         recorded = Reference.of(bundle, variant)

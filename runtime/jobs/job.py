@@ -114,7 +114,7 @@ class Job:
                 require_own(self.folder, foreign)
         if options.partition is not None and any(map(reads_once, self.sources)):
             raise UsageError("a partition needs a file that can be read twice, so no pipe or stdin")
-        self.engine = bundle if isinstance(bundle, Engine) else Engine.load(bundle)
+        self.engine = bundle if isinstance(bundle, Engine) else Engine(bundle)
         self.reader, self.target = self._readers()
         self.layout = self.reader.layout
         name: Any = options.task or self.layout.task or default_task(self.engine.bundle)

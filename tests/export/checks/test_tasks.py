@@ -213,7 +213,7 @@ def compared(oracle: Oracle, bundle: Bundle, decoder: PortableDecoder) -> Callab
 
     def faults(texts: list[str]) -> list[str]:
         pairs = list(zip(texts, texts[::-1], strict=True))
-        return [item.fault for item in compare_scores(oracle, Engine(bundle, decoder), pairs)]
+        return [item.fault for item in compare_scores(oracle, Engine.of(bundle, decoder), pairs)]
 
     return faults
 

@@ -24,7 +24,7 @@ OWN = GenerationOptions(max_length=6, beam=2, n_best=2, stop=("e",))
 
 @pytest.fixture(scope="module")
 def engine(bundle: Bundle) -> Engine:
-    return Engine(bundle, open_model(bundle, bundle.variant(), SessionOptions()))
+    return Engine.of(bundle, open_model(bundle, bundle.variant(), SessionOptions()))
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def test_an_honest_engine_passes(pair: tuple[Checkpoint, Bundle], texts: list[st
     tokenizer = checkpoint.tokenizer
     oracle = Oracle.of(checkpoint.model, tokenizer.special, Tolerance())
     plain = PlainAnswers.of(oracle, model, tokenizer, texts)
-    found = plain.compare({"own": OWN}, Engine(bundle, model).generate)
+    found = plain.compare({"own": OWN}, Engine.of(bundle, model).generate)
     assert found.passed, found.defects
     assert found.rows == found.identical == len(plain.texts)
     assert 0 < found.score_ratio < 8

@@ -143,7 +143,7 @@ def test_a_result_is_the_same_alone_and_in_any_batch(
         # Scoring cuts its batches once more.
         monkeypatch.setattr(scoring, "MOST_LOGITS", [1, 20_000, 1 << 26][seed % 3])
         models = devices(engine.model, count)
-        cut = Engine(engine.bundle, *models, replicas=replicas, batches=batches)
+        cut = Engine.of(engine.bundle, *models, replicas=replicas, batches=batches)
         found = case.ask(cut, (case.rows[number] for number in order), 0)
         different = [
             number

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -168,7 +168,7 @@ def test_no_option_takes_another_type(task: type[Task], request: pytest.FixtureR
 def test_no_setting_of_an_engine_takes_another_type(bundle_folder: Path) -> None:
     for name in ("options", "variant", "batches", "replicas", "special_tokens", "threads"):
         with pytest.raises(UsageError, match=rf"^{name} must be "):
-            Engine(bundle_folder, **{name: object()})
+            Engine(bundle_folder, **cast(Any, {name: object()}))
 
 
 def test_results_do_not_wait_for_themselves(engine: Engine) -> None:

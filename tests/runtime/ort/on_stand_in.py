@@ -222,7 +222,7 @@ def halved(device: Simulated, bundle: Bundle, variant: Variant) -> list[int]:
             return super().start(source, mask)
 
     model.__class__ = Counted
-    engine = Engine(bundle, model)
+    engine = Engine.of(bundle, model)
     options = GenerationOptions(max_length=12)
     list(engine.generate(["seven"], options))
     device.set(limit=device.counts()["held"] + (2 << 20))

@@ -62,7 +62,7 @@ def test_the_top_k_of_the_device_changes_no_answer(device_bundle_folder: Path, b
     options = GenerationOptions(beam=beam, n_best=beam, max_length=20)
     texts = [pair.source for pair in builtin_pairs(200, seed=5)]
     ranking, plain = (
-        Engine(bundle, open_model(bundle, replace(variant, top_k=top_k), SessionOptions("cuda")))
+        Engine.of(bundle, open_model(bundle, replace(variant, top_k=top_k), SessionOptions("cuda")))
         for top_k in (True, False)
     )
     for one, other in zip(

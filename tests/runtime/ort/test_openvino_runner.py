@@ -85,7 +85,7 @@ def test_no_answer_depends_on_the_batch(
     assert len({one.tokens for one in alone}) > len(ROWS) / 2
     for rows, replicas in ((7 * beam, 2), (64 * beam, 1)):
         batches = BatchOptions(rows=rows)
-        cut = Engine(engine.bundle, engine.model, replicas=replicas, batches=batches)
+        cut = Engine.of(engine.bundle, engine.model, replicas=replicas, batches=batches)
         found = [row.hypotheses[0] for row in cut.generate(ROWS, **search)]
         assert [one.tokens for one in found] == [one.tokens for one in alone]
         for one, other in zip(found, alone, strict=True):
@@ -102,7 +102,7 @@ def lines(tmp_path: Path) -> Path:
 def job(folder: Path, lines: Path, **options: Any) -> Job:
     opened = Engine.load(folder, runtime="openvino")
     small = BatchOptions(rows=2, window=3)  # so that chunks end one after another
-    engine = Engine(opened.bundle, opened.model, replicas=1, batches=small)
+    engine = Engine.of(opened.bundle, opened.model, replicas=1, batches=small)
     chosen = JobOptions(chunk_rows=3, generation={"max_length": 10}, **options)
     return Job(engine, lines, lines.with_name("out.txt"), chosen)
 

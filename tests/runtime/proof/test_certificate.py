@@ -218,7 +218,7 @@ def test_the_recorded_answers_are_weaker_than_the_run(folder: Path) -> None:
     for strength in (*strengths, *STRENGTHS):
         Engine.load(folder, require_certificate=strength)
     with pytest.raises(UsageError, match="must be one of recorded, checkpoint without"):
-        Engine.load(folder, require_certificate="any")  # type: ignore[arg-type]
+        Engine(folder, require_certificate="any")  # type: ignore[arg-type]
 
 
 def test_a_weaker_certificate_replaces_no_stronger_one(folder: Path) -> None:

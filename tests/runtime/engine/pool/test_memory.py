@@ -41,7 +41,7 @@ def test_where_memory_runs_out_the_answers_are_the_same(
     engine: Engine, texts: list[str], options: GenerationOptions, most: int
 ) -> None:
     scarce = Scarce(engine.bundle, most)
-    halving = Engine(engine.bundle, scarce, replicas=2, batches=BatchOptions(rows=64, window=30))
+    halving = Engine.of(engine.bundle, scarce, replicas=2, batches=BatchOptions(rows=64, window=30))
     assert list(halving.generate(texts, options)) == list(engine.generate(texts, options))
     assert scarce.failures > 0
 

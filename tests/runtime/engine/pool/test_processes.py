@@ -32,8 +32,9 @@ def elsewhere(engine: Engine) -> Engine:
     others = engine._processes
     assert others is not None
     replicas = len(others._replicas)
-    around: dict[str, Any] = {"processes": others, "batches": engine.batches}
-    return Engine(engine.bundle, engine.model, replicas=replicas, **around)
+    alone = Engine.of(engine.bundle, engine.model, replicas=replicas, batches=engine.batches)
+    alone._processes = others
+    return alone
 
 
 def test_the_replicas_are_shared_out(shared: Engine) -> None:
@@ -103,7 +104,7 @@ def test_a_process_that_ends_is_an_error(bundle_folder: Path, texts: list[str]) 
 
 def test_a_bundle_that_is_replaced_while_it_is_opened_is_refused(engine: Engine) -> None:
     folder, options = engine.bundle.folder, SessionOptions()
-    opening = Opening(Engine, folder, "another", engine.model.variant.name, options, False)
+    opening = Opening(Engine.of, folder, "another", engine.model.variant.name, options, False)
     with pytest.raises(InputError, match="another bundle came into this folder"):
         Processes(opening, [1]).wait()
 
