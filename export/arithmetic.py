@@ -203,9 +203,10 @@ class Arithmetic(Moved, TorchFunctionMode):
 
 
 class Shaken(TorchFunctionMode):
-    """While entered, moves inputs of linear layers and LayerNorm by up to one last unit.
+    """While entered, moves inputs of products and LayerNorm by up to one last unit.
 
-    The mean of a LayerNorm hangs on its largest input, whose rounding torch may by chance avoid.
+    A mean hangs on its largest input, a sum on a large bias, which may be added first or last:
+    torch may by chance avoid their rounding.
     """
 
     def __init__(self, seed: int) -> None:
@@ -217,7 +218,7 @@ class Shaken(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Computes a function of torch."""
-        if func is F.layer_norm:
+        if func in (F.layer_norm, Tensor.matmul):
             x, *others = args
             return func(x + x * moves(x, self._generator, ULP), *others, **(kwargs or {}))
         if func is F.linear:
@@ -226,6 +227,9 @@ class Shaken(TorchFunctionMode):
             if rounded is not None:  # rounding after a move would undo it
                 x, weight = rounded.round_input(x, Moved.current), weight.as_subclass(Tensor)
             output = func(x + x * moves(x, self._generator, ULP), weight, *others)
+            for bias in others:
+                if bias is not None:
+                    output += bias * moves(output, self._generator, ULP)
             if rounded is not None and rounded.offset:
                 output += rounded.offset_sums(x) * moves(output, self._generator, ULP)
             return output

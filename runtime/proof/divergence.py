@@ -158,28 +158,30 @@ class Explainer:
         source: Sequence[int],
         left: tuple[int, ...],
         right: tuple[int, ...],
-        penalty: float,
+        penalty: float | None,
         row_id: int,
         runs: Runs,
     ) -> Divergence:
-        """Measures the margin of two candidates; see `explain`."""
+        """Measures the margin of two candidates; see `explain` and `_candidates`."""
         if not left or not right:
             return Divergence(0, left, right, np.inf, 0.0, 0.0)
         step = next(
             (i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b),
             min(len(left), len(right)),
         )
-        if self.options.beam == 1:
-            # The search chose here, without knowing the rest or the score of the whole.
-            left, right, penalty = left[: step + 1], right[: step + 1], 0.0
-        given = [source] * 2, [left, right], self.special, self._rules
+        chosen = penalty is None
+        if chosen:
+            left, right = left[: step + 1], right[: step + 1]
+        # Samples are ranked by the model's own scores.
+        rules = self._rules if chosen or self.options.beam > 1 else None
+        given = [source] * 2, [left, right], self.special, rules
         exact, *rounded = runs(lambda side: forced(side, *given))
         floor, borders = self.tolerance.floor, bool(self.others)
         errors = [
             RankErrors.of(one, moved, floor, borders=borders)
             for one, *moved in zip(exact, *rounded, strict=True)
         ]
-        if self.options.sample:
+        if chosen and self.options.sample:
             logits = self._rules(source).logits(exact[0].logits[step : step + 1], left[:step])[0]
             margin = self._draws(logits, (left[step], right[step]), row_id, step)
             # The cumulative distribution F moves by at most F (1 - F) times the spread of the
@@ -191,7 +193,7 @@ class Explainer:
         # Tokens that both begin with were scored once, and their errors are the same.
         shared = 0 if penalty else step
         for sign, one, error in zip((1, -1), exact, errors, strict=True):
-            scale = one.ranks.size**-penalty
+            scale = one.ranks.size ** -(penalty or 0.0)
             margin += sign * scale * float(one.ranks[shared:].sum())
             moved += scale * self._moved(error, slice(shared, None))
         return Divergence(step, left, right, abs(margin), *moved.tolist())
@@ -209,13 +211,18 @@ class Explainer:
         wanted: Sequence[Hypothesis],
         found: Sequence[Hypothesis],
         row_id: int,
-    ) -> list[tuple[tuple[int, ...], tuple[int, ...], float]]:
+    ) -> list[tuple[tuple[int, ...], tuple[int, ...], float | None]]:
         """Returns the first candidates that differ, and the length penalty of their scores.
 
         There are several pairs where each alone may be the cause; none where the reference gives
-        the found hypotheses too.
+        the found hypotheses too. The penalty is None where the search chose or drew one token,
+        without knowing the rest or the score of the whole.
         """
         answers, steps = ([_finished(wanted)], [_finished(found)]), list[list[Prefixes]]()
+        penalty = None if self.options.beam == 1 else 0.0
+        if self.options.sample and sorted(*answers[0]) == sorted(*answers[1]):
+            # The same samples, ranked differently.
+            return [(*_first_difference(*answers), self.options.length_penalty)]
         if self.options.beam == self.options.n_best == 1:
             left, right = _first_difference(*answers)
         else:
@@ -225,12 +232,14 @@ class Explainer:
             if self.same_search and not left and _ends(watched[1]) == _ends(found):
                 return []
         if left:
-            return [(left, right, 0.0)]
+            return [(left, right, penalty)]
         # The candidates were the same; they ended or were ranked differently.
-        whole = (*_first_difference(*answers), self.options.length_penalty)
+        whole = _first_difference(*answers)
         beam = self.options.beam
-        edge = _displaced(wanted, found, steps[0], beam) if beam > 1 else ()
-        return [*((*pair, 0.0) for pair in edge), whole]
+        if beam == 1:
+            return [(*whole, penalty)]
+        edge = _displaced(wanted, found, steps[0], beam)
+        return [*((*pair, penalty) for pair in edge), (*whole, self.options.length_penalty)]
 
     def _watch(
         self, decoder: Decoder[Any], source: Sequence[int], row_id: int

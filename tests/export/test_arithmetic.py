@@ -162,3 +162,23 @@ def test_a_shaken_layer_rounds_in_another_way(layer: nn.Module) -> None:
     plain = layer(x)
     with Shaken(0):
         assert 0 < (layer(x) - plain).abs().max() < 1e-5
+
+
+def test_shaking_moves_what_a_large_bias_rounds_away() -> None:
+    """A sum may begin with its bias, so that each product is rounded to the bias's last unit."""
+    layer = nn.Linear(8, 8)
+    nn.init.constant_(layer.bias, -1e4)
+    x = torch.randn(5, 8)
+    exact, plain = layer.double()(x.double()), layer.float()(x)
+    with Shaken(0):
+        shaken = layer(x)
+    unit = 1e4 * 2.0**-23
+    assert (plain - exact).abs().max() < 0.5 * unit
+    assert 0.5 * unit < (shaken - exact).abs().max() < 2 * unit
+
+
+def test_shaking_moves_what_attention_multiplies() -> None:
+    queries, keys = torch.randn(2, 5, 8)
+    plain = queries @ keys.T
+    with Shaken(0):
+        assert 0 < (queries @ keys.T - plain).abs().max() < 1e-5

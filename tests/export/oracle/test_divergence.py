@@ -26,6 +26,7 @@ from transferry.runtime.tokenizer.byte_pair import SOURCES
 Array = NDArray[Any]
 GREEDY = GenerationOptions(max_length=12)
 BEAM = GenerationOptions(max_length=12, beam=4, n_best=4)
+SAMPLE = GenerationOptions(max_length=12, sample=True, seed=4)
 # Fractions of the largest logit. A twin is 2 ** -21 less likely, four times float32's epsilon: two
 # equal rows of 32 weights give products that differ by less. Twice that turns the choice, and is
 # half of the least excused margin, 8 epsilons for each of two candidates. No two logits are further
@@ -438,9 +439,6 @@ def test_what_torch_gives_alone_is_a_tie(oracle: Oracle, source: list[int], last
     assert wider.explain(source, batched, alone).passes, "more roundings are measured before"
 
 
-SAMPLE = GenerationOptions(max_length=12, sample=True, seed=4)
-
-
 class TestSamples:
     """Two draws differ: was the random number at the border of their tokens?"""
 
@@ -491,3 +489,12 @@ class TestSamples:
         assert defect.margin is not None
         assert defect.allowed is not None
         assert defect.margin > 1e-2 > defect.allowed
+
+
+def test_samples_in_another_order_differ_by_their_scores(oracle: Oracle, source: list[int]) -> None:
+    options = replace(SAMPLE, n_best=2, repetition_penalty=1.3)
+    (wanted,) = search(oracle.reference, [source], options, SOURCES)
+    left, right = (score(oracle, source, each.scored_tokens, 1.0) for each in wanted)
+    found = oracle.explainer(oracle.reference, options).explain(source, wanted, wanted[::-1])
+    assert found.margin == pytest.approx(left - right)
+    assert not found.passes
