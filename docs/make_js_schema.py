@@ -8,8 +8,10 @@ import msgspec
 from msgspec import Meta
 
 from transferry.runtime.bundle.manifest import FORMAT, Manifest, ModelLimits
-from transferry.runtime.bundle.specs import GRAPHS
+from transferry.runtime.bundle.specs import ANSWERS, GRAPHS, IN_PLACE
 from transferry.runtime.io.documents import MOST_JSON
+from transferry.runtime.tokenizer.chat import REASONING, RESERVED
+from transferry.runtime.tokenizer.chat_worker import ROLES
 from transferry.runtime.tokenizer.special_tokens import SpecialTokens
 
 PAGE = Path(__file__).parent.parent / "js" / "schema.js"
@@ -49,6 +51,11 @@ def page() -> str:
         "FORMAT": FORMAT,
         "MOST_JSON": MOST_JSON,
         "GRAPHS": GRAPHS,
+        "IN_PLACE": IN_PLACE,
+        "ANSWERS": ANSWERS,
+        "REASONING": REASONING,
+        "RESERVED": sorted(RESERVED),
+        "ROLES": sorted(ROLES),
         "SCHEMAS": schemas,
     }
     lines = [f"export const {name} = {json.dumps(each)};" for name, each in constants.items()]

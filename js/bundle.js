@@ -1,10 +1,10 @@
 // The bundle: its manifest, its files checked against their hashes, and its tokenizer.
 
-import { DEFAULTS, generationOptions } from "./decoding/options.js";
-import { check, parse } from "./document.js";
+import { parse } from "./document.js";
 import { checkNames, InputError, UsageError, shown } from "./errors.js";
+import { parseManifest } from "./manifest.js";
 import { sourceOf } from "./source.js";
-import { FORMAT, GRAPHS, MOST_JSON } from "./schema.js";
+import { FORMAT, MOST_JSON } from "./schema.js";
 import { openTokenizer, tokenizerFiles } from "./tokenizer/tokenizer.js";
 
 export { FORMAT };
@@ -37,24 +37,7 @@ export class Bundle {
     const { tokenizer, signal } = options;
     const source = sourceOf(place);
     const content = await source.read("manifest.json", undefined, { most: MOST_JSON, signal });
-    const manifest = parse(content, "manifest.json");
-    if (manifest.format !== FORMAT) {
-      throw new InputError(
-        `manifest.json has bundle format ${shown(manifest.format)}, but this package reads format ` +
-          `${FORMAT}; export the bundle again, or install the version that wrote it`,
-      );
-    }
-    check(manifest, "Manifest", "manifest.json");
-    check(manifest.model, "ModelLimits", "manifest.json: model");
-    try {
-      generationOptions({}, { ...DEFAULTS, ...manifest.generation });
-    } catch (error) {
-      throw new InputError(`manifest.json: generation: ${error.message}; export the bundle again`);
-    }
-    const { prompts = {}, default_prompt: usual = "", sides = {} } = manifest.head ?? {};
-    if (usual && !Object.hasOwn({ ...prompts, ...sides }, usual)) {
-      throw new InputError(`manifest.json: head: there is no prompt ${shown(usual)}; export the bundle again`);
-    }
+    const manifest = parseManifest(content);
     const bundle = new Bundle(source, manifest, tokenizer);
     const settings = parse(await bundle.read("tokenizer.json", undefined, { signal }), "tokenizer.json");
     const contents = {};
@@ -119,11 +102,6 @@ export class Bundle {
     if (cache?.in_place || precision === "int8-kernels") {
       const why = cache?.in_place ? "keeps its cache in place" : "has operators of transferry-kernels";
       throw new UsageError(`variant ${name} ${why}, which this package does not run; choose portable`);
-    }
-    for (const each of GRAPHS[this.manifest.architecture]) {
-      if (!Object.hasOwn(graphs, each)) {
-        throw new InputError(`manifest.json: variant ${name} has no graph ${each}; export the bundle again`);
-      }
     }
     const problem = Object.entries(graphs).map(([graph, spec]) => defect(graph, spec)).find(Boolean);
     if (problem) throw new InputError(`manifest.json: variant ${name}: ${problem}; export the bundle again`);

@@ -7,7 +7,7 @@ const REMEDY = "export the bundle again";
 const TYPES = {
   null: (value) => value === null,
   boolean: (value) => typeof value === "boolean",
-  integer: Number.isInteger,
+  integer: Number.isSafeInteger,
   number: (value) => typeof value === "number",
   string: (value) => typeof value === "string",
   array: Array.isArray,
@@ -15,7 +15,7 @@ const TYPES = {
 };
 
 /**
- * Parses JSON without duplicate keys.
+ * Parses JSON without duplicate keys, infinity or lone surrogates.
  *
  * @param {Uint8Array} content
  * @param {string} name of the file, for errors
@@ -23,7 +23,7 @@ const TYPES = {
  */
 export function parse(content, name) {
   try {
-    const text = new TextDecoder("utf-8", { fatal: true }).decode(content);
+    const text = new TextDecoder("utf-8", { fatal: true, ignoreBOM: true }).decode(content);
     const value = JSON.parse(text);
     if (!TYPES.object(value)) throw new TypeError(`expected an object, found ${typeOf(value)}`);
     const colons = text.replace(/\\./g, "").split('"').filter((_, place) => place % 2 === 0).join("").split(":").length - 1;
@@ -34,12 +34,15 @@ export function parse(content, name) {
   }
 }
 
-/** Returns the number of keys of all objects in a value. */
+/** Returns the number of keys of all objects in a value; throws for infinity and lone surrogates. */
 function keys(value) {
   let count = 0;
   for (const waiting = [value]; waiting.length; ) {
     const each = waiting.pop();
-    if (TYPES.object(each)) count += Object.keys(each).length;
+    const names = TYPES.object(each) ? Object.keys(each) : [];
+    count += names.length;
+    if ([each, ...names].some((text) => typeof text === "string" && !text.isWellFormed())) throw new TypeError("a lone surrogate");
+    if ([Infinity, -Infinity].includes(each)) throw new TypeError("a number is out of range");
     if (each !== null && typeof each === "object") for (const item of Object.values(each)) waiting.push(item);
   }
   return count;

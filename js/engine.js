@@ -16,6 +16,7 @@ import { score } from "./tasks/score.js";
 // Options of a row, and of each task besides.
 const ROW = ["longRows", "signal"];
 const LANGUAGES = ["sourceLanguage", "targetLanguage"];
+const OF_ANSWERS = [...LANGUAGES, "chatTemplateKwargs"];
 const LOADING = ["variant", "device", "ort", "session", "progress", "tokenizer", "specialTokens", "sentences", "chat", "signal"];
 const GENERATING = ["error", "truncate", "split"];
 
@@ -110,14 +111,14 @@ export class Engine {
    * @param {Iterable | AsyncIterable} texts texts, lists of messages, or lists of token ids that the model reads
    * @param {object} [values] fields of the generation options
    * @param {object} [how] firstRow, batch (rows at a time, 1 by default), longRows, sourceLanguage,
-   *   targetLanguage, signal
+   *   targetLanguage, chatTemplateKwargs, signal
    */
   async *generate(texts, values = {}, how = {}) {
-    this.#check(how, ["firstRow", "batch", ...LANGUAGES], GENERATING);
+    this.#check(how, ["firstRow", "batch", ...OF_ANSWERS], GENERATING);
     const { firstRow: first = 0, batch, ...rest } = how;
     let row = checkRow(first, "firstRow");
     for await (const rows of batches(texts, batch)) {
-      this.#check(rest, LANGUAGES, GENERATING);
+      this.#check(rest, OF_ANSWERS, GENERATING);
       this.#requireDecoder();
       const options = this.options(values);
       yield* await this.#together(rows, async (engine, text) => {
@@ -152,7 +153,7 @@ export class Engine {
    * @param {object} [how] see tasks/generate.js
    */
   async *stream(text, values = {}, how = {}) {
-    this.#check(how, ["row", ...LANGUAGES], GENERATING);
+    this.#check(how, ["row", ...OF_ANSWERS], GENERATING);
     checkRow(how.row ?? 0, "row");
     this.#requireDecoder();
     return yield* generate(this, text, this.options(values), how);

@@ -13,6 +13,7 @@ const functions = { what: "a function", holds: (value) => typeof value === "func
 const TYPES = {
   ort: { what: "onnxruntime", holds: (value) => Boolean(value.InferenceSession) },
   session: { what: "an object", holds: isPlain },
+  chatTemplateKwargs: { what: "an object", holds: isPlain },
   tokenizer: { what: "an object with encode and decode", holds: (value) => ["encode", "decode"].every((name) => functions.holds(value[name])) },
   signal: { what: "an AbortSignal", holds: (value) => functions.holds(value.throwIfAborted) },
   prompt: { what: "a name", holds: (value) => typeof value === "string" },
@@ -77,5 +78,6 @@ export function shown(value) {
   } catch {
     // A BigInt, or an object that holds one or itself.
   }
-  return (text ?? String(value)).slice(0, 80);
+  text ??= String(value);
+  return text.length > 80 ? `${text.slice(0, 77)}...` : text;
 }

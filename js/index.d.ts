@@ -189,11 +189,15 @@ export interface RowOptions {
 export interface GenerationRowOptions extends Languages {
   /** "split" answers a text of an encoder-decoder in pieces; see `sentences` of LoadOptions. */
   longRows?: RowOptions["longRows"] | "split";
+  /** Further variables of the chat template, such as { enable_thinking: false }. */
+  chatTemplateKwargs?: Record<string, unknown>;
   signal?: AbortSignal;
 }
 export interface Message {
   role: string;
-  content: string | null;
+  /** A text, or its parts: texts, and objects such as { type: "text", text: "..." }. */
+  content?: string | (string | object)[] | null;
+  tool_calls?: object[];
   [key: string]: unknown;
 }
 export interface Languages {

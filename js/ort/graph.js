@@ -46,6 +46,10 @@ export class Graph {
     const opened = await ort.InferenceSession.create(graph, { ...options, externalData }).catch((error) => {
       throw new InputError(`${spec.file} cannot be opened (${error.message}); copy the bundle again`, { cause: error });
     });
+    if (!isDescribed(opened, spec)) {
+      await opened.release();
+      throw new InputError(`${spec.file}: the manifest describes other tensors than the graph has; export the bundle again`);
+    }
     return new Graph(opened, spec);
   }
 
@@ -93,6 +97,17 @@ export class Graph {
     await Promise.allSettled(this.#running);
     await this.session.release();
   }
+}
+
+/** Whether a graph has the tensors that the manifest describes. */
+function isDescribed({ inputMetadata, outputMetadata }, { inputs, outputs }) {
+  const fits = (spec, { name, type, shape } = {}) =>
+    spec.name === name &&
+    spec.type === type &&
+    spec.shape.length === shape.length &&
+    spec.shape.every((size, place) => [size, shape[place]].some((each) => typeof each === "string") || size === shape[place]);
+  const same = (specs, found) => specs.length === found.length && specs.every((spec, place) => fits(spec, found[place]));
+  return same(inputs, inputMetadata) && same(outputs, outputMetadata);
 }
 
 /**

@@ -1,6 +1,6 @@
 // Labels of texts, of pairs of texts and of tokens: the scores of a model's head.
 
-import { InputError, shown, UsageError } from "../errors.js";
+import { shown, UsageError } from "../errors.js";
 import { answered, checkLongRows, encodeRow, isBlank, notFinite, prefixed, requirePair, requireText, RowError, single, tokenIds, tooLong } from "../rows.js";
 
 const AGGREGATIONS = ["none", "simple", "first", "average", "max"];
@@ -83,7 +83,6 @@ export function tag(engine, text, { aggregation = "none", longRows } = {}) {
     const { ids, truncated } = encodeRow(text, tokenizer, limits);
     const { data, dims } = await engine.encoder.encode(ids, "head");
     const width = dims.at(-1);
-    requireWidth(width, engine);
     const { before, after } = tokenizer.special;
     const rows = ids.slice(before.length, ids.length - after.length).map((_, place) => {
       const first = (before.length + place) * width;
@@ -96,13 +95,6 @@ export function tag(engine, text, { aggregation = "none", longRows } = {}) {
     const record = { source: text, tags };
     return truncated ? { ...record, truncated } : record;
   });
-}
-
-function requireWidth(width, { bundle }) {
-  const { length } = bundle.manifest.head.labels;
-  if (width !== length) {
-    throw new InputError(`manifest.json: the model gives ${width} scores, and there are ${length} labels; export the bundle again`);
-  }
 }
 
 function headRecord(engine, row, longRows, answer) {
@@ -124,7 +116,6 @@ function headRecord(engine, row, longRows, answer) {
   return answered(text, {}, async () => {
     const { ids, truncated } = encode(read, engine.bundle.tokenizer, limits);
     const { data } = await engine.encoder.encode(ids, "head");
-    requireWidth(data.length, engine);
     if (!data.every(Number.isFinite)) throw notFinite({ truncated });
     const record = { source: text, ...answer(data) };
     return truncated ? { ...record, truncated } : record;

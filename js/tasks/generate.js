@@ -4,7 +4,7 @@ import { room } from "../decoding/options.js";
 import { search } from "../decoding/search.js";
 import { UsageError } from "../errors.js";
 import { encodeRow, errorOf, finite, isBlank, notFinite, RowError, textOf, tokenIds, tooLong } from "../rows.js";
-import { encodeChat, pythonJson } from "../tokenizer/chat.js";
+import { checkVariables, encodeChat, pythonJson } from "../tokenizer/chat.js";
 
 // Difference of the rows that seed neighbouring pieces, as in Python.
 const PIECE = 1n << 40n;
@@ -18,11 +18,13 @@ const PIECE = 1n << 40n;
  * @param {string | number[] | object[]} text or token ids, or messages
  * @param {object} options all generation options
  * @param {object} how row: number that seeds samples; longRows: "error", "truncate" or "split";
- *   sourceLanguage, targetLanguage: names of the tokenizer's languages
+ *   sourceLanguage, targetLanguage: names of the tokenizer's languages; chatTemplateKwargs: further
+ *   variables of the chat template
  */
 export async function* generate(engine, text, options, how) {
   const { decoder, positions } = engine;
   checkSplit(engine, options, how);
+  checkVariables(how.chatTemplateKwargs ?? {});
   if (options.max_length > positions) {
     throw new UsageError(
       `max_length is ${options.max_length}, but the model has ${positions} positions; lower max_length`,
@@ -169,17 +171,17 @@ export function cutLines(text) {
   return { lines, around: around.map((each) => each.join("")) };
 }
 
-function requestOf(engine, text, options, { row = 0, longRows, ...languages }) {
+function requestOf(engine, text, options, how) {
   const { special } = engine.bundle.tokenizer;
   // Token ids and chats are read as they are.
-  const { sourceLanguage, targetLanguage } = typeof text === "string" ? languages : {};
+  const { sourceLanguage, targetLanguage } = typeof text === "string" ? how : {};
   const { hasEncoder } = engine.decoder;
   const target = targetLanguage === undefined ? null : special.language(targetLanguage);
   const begins = special.beginsWithLanguage;
   const first = target !== null && !begins ? target : options.forced_begin;
   const forced = options.prefix.length + (options.forced_begin === null ? 0 : 1);
   const reserve = hasEncoder ? 0 : forced;
-  const read = encode(engine, text, { row, longRows }, reserve);
+  const read = encode(engine, text, how, reserve);
   let { ids } = read;
   if (sourceLanguage !== undefined) {
     const inner = ids.slice(special.before.length, ids.length - special.after.length);
@@ -206,15 +208,15 @@ function requestOf(engine, text, options, { row = 0, longRows, ...languages }) {
     throw new RowError("too-long", message, read.tokens);
   }
   const bos = target !== null && begins ? target : special.bos;
-  return { ids, truncated: read.truncated, limit, first, bos, row };
+  return { ids, truncated: read.truncated, limit, first, bos, row: how.row ?? 0 };
 }
 
-function encode(engine, text, { row, longRows }, reserve) {
+function encode(engine, text, { row = 0, longRows, chatTemplateKwargs }, reserve) {
   const { positions } = engine;
   if (Array.isArray(text) && !text.length) {
     throw new RowError("prompt", `expected messages or token ids in row ${row + 1}, found none`);
   }
-  if (isChat(text)) return chatIds(engine, text);
+  if (isChat(text)) return chatIds(engine, text, chatTemplateKwargs);
   if (!isIds(text)) return encodeRow(text, engine.bundle.tokenizer, { positions, longRows, reserve });
   const last = engine.bundle.manifest.model.vocabulary_size - 1;
   const strange = text.find((id) => id < 0 || id > last);
@@ -238,10 +240,10 @@ function isChat(text) {
 }
 
 /** A chat ends with the turn to be answered, so it is never cut. */
-function chatIds({ bundle, chat, positions }, messages) {
+function chatIds({ bundle, chat, positions }, messages, variables) {
   if (!bundle.settings.chat) throw new UsageError("the bundle has no chat template; give texts or token ids");
   if (!chat) throw new UsageError("messages need chat, a function that renders a template; give it to Engine.load");
-  const ids = encodeChat(messages, chat, bundle.tokenizer);
+  const ids = encodeChat(messages, chat, bundle.tokenizer, variables);
   if (ids.length > positions) throw tooLong(ids.length, positions);
   return { ids, tokens: ids.length, truncated: false };
 }

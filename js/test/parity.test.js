@@ -5,11 +5,12 @@ import { readFileSync } from "node:fs";
 import test from "node:test";
 
 import { Bundle, Engine } from "../node.js";
+import { parseManifest } from "../manifest.js";
 import { encodeChat } from "../tokenizer/chat.js";
 import { installed } from "./onnxruntime.js";
 
 const path = process.env.TRANSFERRY_CASES;
-const cases = path ? JSON.parse(readFileSync(path, "utf8")) : { answers: [], ids: [], refused: [], chats: [] };
+const cases = path ? JSON.parse(readFileSync(path, "utf8")) : { answers: [], ids: [], refused: [], chats: [], manifests: [] };
 // Of a text, its sentences as Python's sentencex finds them.
 const sentences = await sentencex();
 const NONE = path ? false : "TRANSFERRY_CASES names no file; tests/js writes one";
@@ -154,10 +155,11 @@ test("chats have the ids of Python", { skip: NONE || !cases.chats.length }, asyn
     const opened = await Bundle.open(bundle);
     const chat = await opened.chat((source, variables) => new Template(source).render(variables));
     await context.test(bundle, () => {
-      for (const [messages, ids] of chats) {
-        const encode = () => encodeChat(messages, chat, opened.tokenizer);
-        if (ids) assert.deepEqual(encode(), ids, JSON.stringify(messages));
-        else assert.throws(encode, { kind: "prompt" }, JSON.stringify(messages));
+      for (const [messages, ids, variables] of chats) {
+        const encode = () => encodeChat(messages, chat, opened.tokenizer, variables);
+        const told = JSON.stringify([messages, variables]);
+        if (ids) assert.deepEqual(encode(), ids, told);
+        else assert.throws(encode, { kind: "prompt" }, told);
       }
     });
   }
@@ -165,6 +167,20 @@ test("chats have the ids of Python", { skip: NONE || !cases.chats.length }, asyn
 
 test("what cannot be read is refused", { skip: NONE }, async () => {
   for (const { bundle, message } of cases.refused) {
-    await assert.rejects(Bundle.open(bundle), (error) => error.message.includes(message) || assert.fail(error.message));
+    await assert.rejects(Engine.load(bundle), (error) => error.message.includes(message) || assert.fail(error.message));
+  }
+});
+
+test("manifests are refused as in Python", { skip: NONE }, () => {
+  for (const [text, message] of cases.manifests) {
+    let found = null;
+    try {
+      parseManifest(new TextEncoder().encode(text));
+    } catch (error) {
+      assert.equal(error.name, "InputError", error.stack);
+      found = error.message;
+    }
+    assert.equal(found === null, message === null, `${found}, expected ${message}: ${text}`);
+    if (message?.startsWith("manifest.json: ")) assert.equal(found, message, text);
   }
 });

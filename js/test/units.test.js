@@ -122,13 +122,13 @@ test("tokens that tie with the last one admitted are admitted", () => {
 });
 
 const FILES = { "tokenizer.json": { sha256: "0".repeat(64), size: 2 } };
-const GRAPH = { file: "e.onnx", inputs: [], outputs: [] };
+const GRAPH = { file: "tokenizer.json", inputs: [], outputs: [] };
 const MANIFEST = {
   format: 9,
   architecture: "encoder-only",
   model: { vocabulary_size: 9, max_positions: 8, d_model: 4 },
   generation: {},
-  variants: { portable: { name: "portable", precision: "float32", providers: ["cpu"], opset: 20, graphs: { encoder: GRAPH } } },
+  variants: { portable: { name: "portable", precision: "float32", providers: ["cpu"], opset: 20, graphs: { encoder: GRAPH }, reference: "tokenizer.json" } },
   files: FILES,
   versions: {},
 };
@@ -170,7 +170,6 @@ const WRONG = [
   [["generation", "beams"], 2, "did you mean beam?"],
   [["head"], { task: "draw" }, "head.task"],
   [["head"], { toString: 1 }, "head.task"],
-  [["head"], { task: "embed", default_prompt: "q" }, "no prompt"],
   [["variants", "portable", "opset"], 0.5, "variants.portable.opset"],
   [["variants", "portable", "graphs", "encoder"], null, "graphs.encoder"],
   [["variants", "portable", "graphs", "encoder", "inputs"], [{ name: "a", role: "b", type: "int64", shape: [] }], "inputs[0].role"],
@@ -197,7 +196,6 @@ test("a manifest of another form is refused by its field", async () => {
 test("graphs of another form are refused when they are chosen", () => {
   const spec = (role, type = "int64", shape = ["batch", "source"]) => ({ name: role, role, type, shape });
   for (const [graphs, message] of [
-    [{}, /no graph encoder/],
     [{ encoder: GRAPH }, /lacks inputs source/],
     [{ encoder: { ...GRAPH, inputs: [spec("source"), spec("source_mask"), spec("past")] } }, /past of role past/],
     [{ encoder: { ...GRAPH, inputs: [spec("source", "int64", []), spec("source_mask")] } }, /source has 0 dimensions/],
@@ -326,7 +324,7 @@ test("a message neither holds nor completes a token of the template", () => {
   const chat = { source: "", named: {}, control: { "<|end|>": 9 }, render: (_, { messages: [{ content }] }) => `<|${content}|>` };
   const encode = (content) => encodeChat([{ role: "user", content }], chat, { encode: (text) => [text] });
   assert.deepEqual(encode("a"), ["<|a|>"]);
-  for (const content of ["end", "x <|end|> y", ["end"], 1]) assert.throws(() => encode(content), { kind: "prompt" });
+  for (const content of ["end", "x <|end|> y", 1]) assert.throws(() => encode(content), { kind: "prompt" });
 });
 
 test("a row that is no text is an error with an empty source, and gets no prompt", async () => {

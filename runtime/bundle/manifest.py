@@ -160,7 +160,8 @@ def _problem(manifest: Manifest) -> str:
         if manifest.head is not None and (problem := _head_problem(manifest.head, variant)):
             return f"variant {name!r} {problem}"
         for spec in (spec for graph in variant.graphs.values() for spec in graph.outputs):
-            if spec.role in ("logits", "hidden") and not isinstance((*spec.shape, "")[-2], int):
+            fixed = bool(spec.shape) and isinstance(spec.shape[-1], int)
+            if spec.role in ("logits", "hidden") and not fixed:
                 return f"variant {name!r} has an output {spec.name!r} without a fixed width"
         used = [graph.file for graph in variant.graphs.values()]
         used += [variant.reference, *(tensor.file for tensor in variant.screen.values())]

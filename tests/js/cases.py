@@ -115,14 +115,19 @@ def write_cases(
     ids: list[dict[str, Any]],
     refused: Sequence[dict[str, str]] = (),
     chats: Sequence[dict[str, Any]] = (),
+    manifests: Sequence[tuple[str, str | None]] = (),
 ) -> Path:
-    """Writes the files that js/test compares: records, ids, chats, bundles that must be refused."""
+    """Writes the file that js/test compares.
+
+    It has records, ids, chats, bundles that must be refused, and manifests with Python's errors.
+    """
 
     def plain(value: object) -> object:
         assert isinstance(value, np.ndarray)
         return value.tolist()
 
-    cases = {"answers": answers, "ids": ids, "refused": refused, "chats": chats}
+    cases: dict[str, Any] = {"answers": answers, "ids": ids, "refused": refused, "chats": chats}
+    cases["manifests"] = manifests
     path.write_text(json.dumps(cases, default=plain))
     return path
 
@@ -160,7 +165,9 @@ def seal(folder: Path, vocabulary: int) -> None:
         for path in folder.iterdir()
     }
     model = {"vocabulary_size": vocabulary, "max_positions": 512, "d_model": 8}
-    computing = {"precision": "float32", "providers": ["cpu"], "opset": 20, "graphs": {}}
+    graph = {"file": "tokenizer.json", "inputs": [], "outputs": []}  # never opened
+    computing = {"precision": "float32", "providers": ["cpu"], "opset": 20}
+    computing |= {"graphs": {"encoder": graph}, "reference": "tokenizer.json"}
     manifest = {"format": 9, "architecture": "encoder-only", "model": model, "generation": {}}
     manifest |= {"variants": {"portable": {"name": "portable", **computing}}}
     manifest |= {"files": files, "versions": {}}

@@ -127,9 +127,26 @@ def test_records_of_heads(
     assert {"PER", "B-PER", "O"} <= {tag["label"] for tag in tags}
 
 
+def _asked(content: Any) -> list[dict[str, Any]]:
+    return [test_chats.SYSTEM, {"role": "user", "content": content}]
+
+
+# Lists of texts, and of others; then variables of templates.
+IN_PARTS: list[Any] = [
+    *(test_chats.PARTS, ["a text ", test_chats.PARTS[1], ""], [], [{"type": "image"}]),
+    *([*test_chats.PARTS, {"type": "text", "text": 5}], [None], [["a"]]),
+]
+VARIABLES: list[dict[str, Any]] = [
+    {"enable_thinking": False},
+    {"enable_thinking": True, "x": [1, None]},
+    {"date_string": "1 Jan 2026"},
+    {"bos_token": "?"},
+]
+
+
 @pytest.mark.optional("node", "@huggingface/jinja")
 def test_chats_have_the_ids_of_python(tmp_path: Path) -> None:
-    """Lists of parts, and messages that hold or complete a token of the template, are refused."""
+    """Messages that hold or complete a token of the template are refused."""
     cases = []
     for name in sorted({*TEMPLATES} - {"careless"}):
         tokenizer = test_chats.ours(name)
@@ -137,21 +154,25 @@ def test_chats_have_the_ids_of_python(tmp_path: Path) -> None:
         folder.mkdir()
         tokenizer.save(folder)
         seal(folder, tokenizer.vocabulary_size)
+        given: list[Any] = [(messages, {}) for messages in test_chats.CHATS]
+        given += [(_asked(content), {}) for content in IN_PARTS]
+        given += [([test_chats.USER], variables) for variables in VARIABLES]
         chats: list[Any] = []
-        for messages in test_chats.CHATS:
+        for messages, variables in given:
             try:
-                ids = tokenizer.encode_chat(messages)
+                ids = tokenizer.encode_chat(messages, variables)
             except ChatError:
                 ids = None
             # DeepSeek's template writes an object as Python does, and Gemma's goes through an
-            # undefined content, which the other engine refuses.
-            lacks = any("content" not in message for message in messages)
+            # undefined content, or trims a number, which the other engine refuses.
+            lacks = "5}" in str(messages) or any("content" not in each for each in messages)
             differs = {"deepseek": "tool_calls" in str(messages), "gemma 3": lacks}
             if not differs.get(name):
-                chats.append((messages, ids))
+                chats.append((messages, ids, variables))
         token = TEMPLATES[name][1][0]
-        refused = [f"a {token} b", test_chats.PARTS]
-        chats += [([{"role": "user", "content": content}], None) for content in refused]
-        cases.append({"bundle": str(folder), "chats": [*chats, ([], None)]})
-    assert sum(ids is not None for case in cases for _, ids in case["chats"]) > 30
+        chats += [(_asked(f"a {token} b"), None, {}), ([test_chats.USER], None, {"x": [token]})]
+        if name == "phi 4 mini":
+            chats.append(([{"role": "end", "content": "x"}], None, {}))
+        cases.append({"bundle": str(folder), "chats": [*chats, ([], None, {})]})
+    assert sum(ids is not None for case in cases for _, ids, _ in case["chats"]) > 80
     assert "# fail 0" in npm_test(write_cases(tmp_path / "cases.json", [], [], chats=cases))

@@ -189,9 +189,12 @@ def screened(**changes: Any) -> Record:
         ({f"{VARIANT}.screen": {"weight": WEIGHT}}, "has no graph 'approximate_logits'"),
         ({f"{ENCODER}.file": "../encoder.onnx"}, "matching regex"),
         ({f"{ENCODER}.inputs.0.shape": ...}, "missing required field `shape`"),
-        (
-            {f"{VARIANT}.graphs.decoder.outputs.0.shape": [300, "batch"]},
-            "output 'logits' without a fixed width",
+        *(
+            (
+                {f"{VARIANT}.graphs.decoder.outputs.0.shape": shape},
+                "output 'logits' without a fixed width",
+            )
+            for shape in ([300, "batch"], [])
         ),
         ({"files": {"reference.npz": {"sha256": "0" * 64}}}, "missing required field `size`"),
         *(
