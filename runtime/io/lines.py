@@ -117,6 +117,7 @@ def read_raw_lines(
     keep_ends: bool = False,
     encoding: str | None = None,
     pages: bool = True,
+    keep_mark: bool = False,
     start: int = 0,
     stop: float = math.inf,
 ) -> Iterator[bytes]:
@@ -130,6 +131,7 @@ def read_raw_lines(
         encoding: Encoding of the file. Default: UTF-8, or by its byte order mark. Where
             this encoding has other line ends, as UTF-16 has, the lines come in UTF-8.
         pages: Whether lines may be those of a page in HTML.
+        keep_mark: Whether to keep a byte order mark, that of UTF-8, in front of the first line.
         start: Byte at which a line begins, in a file that is not packed.
         stop: Lines that begin there or behind it are left out.
 
@@ -143,7 +145,7 @@ def read_raw_lines(
         refuse_other_content(file.peek(), shown, encoding_of_lines(encoding), pages=pages)
         if start:
             file.seek(start)
-        for line in _bounded(file, shown, start, stop):
+        for line in _bounded(file, shown, start, stop, keep_mark=keep_mark):
             if keep_ends or isinstance(line, LongLine):
                 yield line
             else:
@@ -151,16 +153,17 @@ def read_raw_lines(
 
 
 def _bounded(
-    file: io.BufferedReader, shown: str, at: int = 0, stop: float = math.inf
+    file: io.BufferedReader, shown: str, at: int, stop: float, *, keep_mark: bool
 ) -> Iterator[bytes]:
     """Yields lines with their ends, and a LongLine in the place of a long one."""
     while at < stop and (line := file.readline(MOST_LINE)):
         first, at = not at, at + len(line)
         whole = len(line) < MOST_LINE or line.endswith(b"\n")
         if first:
-            line = line.removeprefix(codecs.BOM_UTF8)
-            if not line:  # there was only the mark
+            text = line.removeprefix(codecs.BOM_UTF8)
+            if not text:  # there was only the mark
                 return
+            line = line if keep_mark else text
             if b"\r" in line and not line.endswith(b"\n"):
                 raise InputError(
                     f"{shown}: expected lines that end in \\n, found only \\r; convert it: "

@@ -195,7 +195,8 @@ class Job:
         }
         split = ["sentencex"] if options.long_rows == "split" else []
         versions = ("special_tokens", "transferry-kernels", *split)
-        others = {**options.dialect, "limit": options.limit}
+        mark = self.layout.mark or None
+        others = {**options.dialect, "limit": options.limit, "output_mark": mark}
         others |= {name: described.get(name) for name in versions}
         values |= {name: value for name, value in others.items() if value is not None}
         if options.partition is not None:

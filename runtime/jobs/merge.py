@@ -369,4 +369,5 @@ def _writer(partition: _Partition, compression: Any) -> RowWriter:
         schema=schema,
         width=fingerprint["width"],
         delimiter=fingerprint["output_delimiter"],
+        mark=fingerprint.get("output_mark", ""),
     )

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import random
+from codecs import BOM_UTF8
 from pathlib import Path
 from typing import Any
 
@@ -112,8 +113,12 @@ def test_partitions_merge_into_the_plain_output(tmp_path: Path, form: str) -> No
         # Workers write the same bytes, also where every second call goes down.
         runner = LocalRunner([True, False] * 5)
         Job(runner.load(), files, folder / f"chunks.{out}", options, runner).run()
-        merge([folder / f"chunks.{out}"], folder / f"joined.{out}")
-        assert (folder / f"joined.{out}").read_bytes() == (folder / f"whole.{out}").read_bytes()
+        joined = folder / f"joined.{out}"
+        merge([folder / f"chunks.{out}"], joined)
+        assert joined.read_bytes() == (folder / f"whole.{out}").read_bytes()
+        table = form in ("csv", "tsv") and out in ("csv", "tsv")
+        marks = [file.read_bytes().startswith(BOM_UTF8) for file in (files[0], joined)]
+        assert marks[1] == (marks[0] and table), "Excel needs it"
         if form == "jsonl" and out in ("jsonl", "csv", "tsv", "parquet"):
             require_fields(files, folder / f"whole.{out}")
         count, by = draw.choice([1, 2, 3, 5]), draw.choice([None, None, "file"])

@@ -113,6 +113,7 @@ class Layout:
         others: Fields that hold further texts, each answered too.
         names: All columns of a table, in order; empty for other inputs.
         delimiter: Character between the columns of CSV.
+        mark: Byte order mark of TSV and CSV, if there is one.
     """
 
     path: Any
@@ -126,6 +127,7 @@ class Layout:
     others: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
     delimiter: str = ","
+    mark: str = ""
 
     @property
     def texts(self) -> tuple[str, ...]:

@@ -198,7 +198,7 @@ def _placed(batch: Any) -> Iterator[tuple[Fields | RowError, bytes, tuple[Any, i
 def _alone(batch: Any, place: int) -> Any:
     """Returns a copy of a row without the values of other rows, which may be the damaged ones.
 
-    Dictionaries within lists and structs keep the values of all rows.
+    Dictionaries within lists and structs keep the values of all rows where they are not of text.
     """
     import pyarrow
 
@@ -215,8 +215,30 @@ def _alone(batch: Any, place: int) -> Any:
                 first = pyarrow.array([index if index is None else 0], cell.indices.type)
                 kept = {"ordered": cell.type.ordered, "safe": False}
                 cell = pyarrow.DictionaryArray.from_arrays(first, value, **kept)
+        elif (plain := _decoded(cell.type)) != cell.type:
+            with suppress(pyarrow.ArrowException):  # an index behind the values, or no text
+                cell = cell.cast(plain).cast(cell.type)
         cells.append(cell)
     return pyarrow.record_batch(cells, batch.schema)
+
+
+def _decoded(kind: Any) -> Any:
+    """Returns a type with dictionaries in it replaced by the types of their values."""
+    import pyarrow
+
+    types = pyarrow.types
+    if types.is_dictionary(kind):
+        return kind.value_type
+    if types.is_map(kind):
+        return pyarrow.map_(_decoded(kind.key_type), _decoded(kind.item_type))
+    fields = [kind.field(place) for place in range(kind.num_fields)]
+    inner = [field.with_type(_decoded(field.type)) for field in fields]
+    if types.is_struct(kind):
+        return pyarrow.struct(inner)
+    if types.is_fixed_size_list(kind):
+        return pyarrow.list_(*inner, kind.list_size)
+    lists = {types.is_list: pyarrow.list_, types.is_large_list: pyarrow.large_list}
+    return next((make(*inner) for is_kind, make in lists.items() if is_kind(kind)), kind)
 
 
 def _emptied(row: Any) -> Any:

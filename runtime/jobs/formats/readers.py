@@ -265,10 +265,9 @@ class _LineReader(RowReader):
         """Returns the rows in lines; those of CSV have their ends."""
         return map(_Line, lines)
 
-    def _raw_lines(self, start: int, *, keep_ends: bool = False) -> Iterator[bytes]:
+    def _raw_lines(self, start: int, **kept: Any) -> Iterator[bytes]:
         told: dict[str, Any] = {"encoding": self._dialect.encoding, "pages": self._dialect.pages}
-        told["stop"] = self._stop
-        return read_raw_lines(self._steady, keep_ends=keep_ends, start=start, **told)
+        return read_raw_lines(self._steady, start=start, stop=self._stop, **told, **kept)
 
     @abstractmethod
     def _header(self, lines: Iterator[_Line]) -> tuple[list[str], Iterator[_Line]]:
@@ -300,19 +299,24 @@ class _TsvReader(_LineReader):
     """Lines split at each tab; a quotation mark is an ordinary character."""
 
     _delimiter: str | None = None
+    _mark = ""
+
+    def _layout(self, format: InputFormat, column: str | None) -> Layout:
+        delimiter = (self._quotes and self._delimiter) or ","
+        return replace(super()._layout(format, column), delimiter=delimiter, mark=self._mark)
 
     def _lines(self, start: int = 0) -> Iterator[_Line]:
         return self._split(self._delimited(start))
 
-    def _delimited(
-        self, start: int, *, usual: str = "\t", keep_ends: bool = False
-    ) -> Iterator[bytes]:
-        """Returns the lines of the table, and finds its delimiter."""
-        lines = self._raw_lines(start, keep_ends=keep_ends)
+    def _delimited(self, start: int) -> Iterator[bytes]:
+        """Returns the lines of the table, and finds its byte order mark and delimiter."""
+        lines = self._raw_lines(start, keep_ends=self._quotes, keep_mark=not start)
         if start:
             return lines
         self._above = 1
         head = list(up_to(lines, FIRST_RECORDS, FIRST_BYTES))
+        if head and head[0].startswith(BOM_UTF8):
+            self._mark, head[0] = BOM_UTF8.decode(), head[0].removeprefix(BOM_UTF8)
         if head and (told := _SEPARATOR.fullmatch(head[0])):  # Excel's own
             del head[0]
             self._above = 2
@@ -321,6 +325,7 @@ class _TsvReader(_LineReader):
         if self._delimiter is None:
             texts = [line.decode(self._encoding, "replace") for line in head]
             cut = (more := next(lines, None)) is not None
+            usual = "," if self._quotes else "\t"
             self._delimiter = find_delimiter(self.file, texts, usual, cut=cut)
             head += [] if more is None else [more]
         return chain(head, lines)
@@ -351,12 +356,6 @@ class _CsvReader(_TsvReader):
     """RFC 4180: commas, and quotation marks around fields with commas or line breaks."""
 
     _quotes = True
-
-    def _layout(self, format: InputFormat, column: str | None) -> Layout:
-        return replace(super()._layout(format, column), delimiter=self._delimiter or ",")
-
-    def _lines(self, start: int = 0) -> Iterator[_Line]:
-        return self._split(self._delimited(start, usual=",", keep_ends=True))
 
     def _split(self, lines: Iterator[bytes]) -> Iterator[_Line]:
         csv.field_size_limit(max(csv.field_size_limit(), MOST_LINE))

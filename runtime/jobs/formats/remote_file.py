@@ -113,6 +113,14 @@ class RemoteFile:
             raise InputError(f"{self}: expected files of this pattern, found no file")
         return [RemoteFile(url) for url in found]
 
+    @property
+    def folder(self) -> RemoteFolder:
+        """The folder of its table: folders NAME=VALUE, as Hive writes them, lie in it."""
+        url = self.url.rpartition("/")[0]
+        while "=" in url.rpartition("/")[2]:
+            url = url.rpartition("/")[0]
+        return RemoteFolder(url)
+
 
 # A file of rows, here or elsewhere.
 Source: TypeAlias = Path | RemoteFile
@@ -135,7 +143,8 @@ class RemoteFolder:
     @contextmanager
     def _place(self) -> Iterator[tuple[Any, str]]:
         """Gives fsspec's file system and the path there."""
-        if self.url.partition("://")[0].lower() in ("http", "https"):
+        # A file in memory is lost when the process ends.
+        if self.url.partition("://")[0].lower() in ("http", "https", "memory"):
             raise UsageError(f"{self}: cannot be written: name a store, such as s3:// or gs://")
         with _told(self.url, "written"):
             system, path = import_fsspec(self.url).core.url_to_fs(self.url)
@@ -156,6 +165,16 @@ class RemoteFolder:
                 for name, each in named
                 if name
             }
+
+    def matching(self, pattern: str) -> list[str]:
+        """Returns the files of a pattern in it; none over http, where no table is written."""
+        if self.url.startswith("http"):
+            return []
+        with _told(self.url):
+            system, path = import_fsspec(self.url).core.url_to_fs(self.url)
+            with suppress(FileNotFoundError):
+                return list(system.glob(f"{path.rstrip('/')}/{pattern}"))
+        return []
 
     def read(self, name: str) -> bytes:
         """Returns the content of a file."""

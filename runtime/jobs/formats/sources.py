@@ -7,7 +7,7 @@ import io
 import stat
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -25,8 +25,13 @@ from transferry.runtime.jobs.formats.rows import InputRow, RowReader
 
 # In the folder that `save_to_disk` of Hugging Face datasets writes: its files, or its splits.
 STATE, SPLITS = "state.json", "dataset_dict.json"
-# Folders of programs that tell which files of a table count.
-_LOGS = {"_delta_log": "Delta Lake", ".hoodie": "Hudi", "_spark_metadata": "Spark streaming"}
+# Files of programs, above those of a table, that tell which of these count.
+_LOGS = {
+    "_delta_log/*": "Delta Lake",
+    ".hoodie/*": "Hudi",
+    "_spark_metadata/*": "Spark streaming",
+    "metadata/*.metadata.json": "Iceberg",
+}
 # Bytes of a file that are kept; rows beyond are read twice.
 _MOST_KEPT = 1 << 26
 # A file of rows or several.
@@ -53,7 +58,8 @@ def expand(names: Sequence[Source | str]) -> list[Source]:
         names: Of at least one input; "-" is standard input. The files of a pattern are sorted.
 
     Raises:
-        InputError: A pattern names no file, or a folder is no dataset.
+        InputError: A pattern names no file, a folder is no dataset, or a file is one of a table
+            that a log describes.
         UsageError: Standard input is one of several, or the list is empty.
     """
     found = [source for name in names for source in _expanded(name)]
@@ -61,6 +67,8 @@ def expand(names: Sequence[Source | str]) -> list[Source]:
         raise UsageError("expected an input, found none; name a file")
     if len(found) > 1 and STANDARD_STREAM in found:
         raise UsageError("standard input cannot be one of several inputs; name files")
+    local = {each.parent for each in found if isinstance(each, Path) and each != STANDARD_STREAM}
+    _require_no_log(_above(local))
     return found
 
 
@@ -68,9 +76,13 @@ def _expanded(name: Source | str) -> Sequence[Source]:
     if isinstance(name, str) and is_url(name):
         name = RemoteFile(name)
     if isinstance(name, RemoteFile):
-        return name.matches()
+        found = name.matches()
+        if found != [name]:
+            _require_no_log({each.folder: each.folder.matching for each in found})
+        return found
     path = Path(name)
     if path.is_dir():
+        _require_no_log(_above([path]))
         return _dataset(path)
     if path == STANDARD_STREAM or path.exists() or not glob.has_magic(str(path)):
         return [path]
@@ -110,14 +122,28 @@ def _dataset(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
+def _require_no_log(found: Mapping[Any, Callable[[str], Iterable[Any]]]) -> None:
+    """Raises InputError for a table whose log tells which of its files count.
+
+    `found` has functions that return the files of a pattern in a folder, by the folder.
+    """
+    for folder, matching in found.items():
+        for log, kind in _LOGS.items():
+            if any(True for _ in matching(log)):
+                raise InputError(
+                    f"{folder}: expected files, found a table of {kind}, whose files hold rows of "
+                    "former versions too; write its rows to Parquet and name that"
+                )
+
+
+def _above(folders: Iterable[Path]) -> dict[Path, Callable[[str], Iterable[Path]]]:
+    """Returns the `glob` of folders and of all above them, by the folder."""
+    wholes = [folder.absolute() for folder in folders]
+    return {place: place.glob for whole in wholes for place in (whole, *whole.parents)}
+
+
 def _table(folder: Path) -> list[Path]:
     """Returns the files of one format in a folder and below it, as Spark and Ray write a table."""
-    for log, kind in _LOGS.items():
-        if any((each / log).is_dir() for each in (folder, *folder.absolute().parents)):
-            raise InputError(
-                f"{folder}: expected a folder of files, found a table of {kind}, whose files hold "
-                "rows of former versions too; write its rows to Parquet and name that"
-            )
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     # Such as _SUCCESS, _metadata and .part-0.parquet.crc.
     files = [

@@ -103,9 +103,8 @@ def open_writer(
     columns = output_columns(rows, own, kind.answer, choice, is_table=format != "jsonl")
     _require_names(rows, columns.names if format == "tsv" else ())
     schema = _schema(rows, columns, width) if format == "parquet" else None
-    writer = join_writer(
-        format, compression, names=columns.names, schema=schema, delimiter=rows.delimiter
-    )
+    table: dict[str, Any] = {"delimiter": rows.delimiter, "mark": rows.mark}
+    writer = join_writer(format, compression, names=columns.names, schema=schema, **table)
     if isinstance(writer, _TsvWriter) and rows.format == "tsv":
         writer = replace(writer, verbatim=frozenset(columns.repeated))
     return replace(writer, columns=columns)
@@ -129,6 +128,7 @@ def join_writer(
     schema: Any = None,
     width: int = 0,
     delimiter: str = ",",
+    mark: str = "",
 ) -> RowWriter:
     """Returns a writer of a job that can at least join its files.
 
@@ -139,6 +139,7 @@ def join_writer(
         schema: Schema of Parquet.
         width: Length of the vectors of npy.
         delimiter: Character between the columns of CSV.
+        mark: Byte order mark in front of TSV and CSV.
     """
     if format == "npy":
         return _NpyWriter(format=format, width=width)
@@ -146,7 +147,8 @@ def join_writer(
         return ParquetWriter(format=format, schema=schema)
     if format in ("csv", "tsv"):
         kind = _CsvWriter if format == "csv" else _TsvWriter
-        return kind(format=format, compression=compression, names=tuple(names), delimiter=delimiter)
+        table: dict[str, Any] = {"names": tuple(names), "delimiter": delimiter, "mark": mark}
+        return kind(format=format, compression=compression, **table)
     line = {"text": _text_line, "jsonl": _json_line, "openai": response_line}[format]
     return _LineWriter(format=format, compression=compression, to_line=line)
 
@@ -238,13 +240,16 @@ class _CsvWriter(_LineWriter):
     Attributes:
         names: All columns, in order.
         delimiter: Character between the columns of CSV.
+        mark: Byte order mark in front of the header, by which Excel knows UTF-8.
     """
 
     names: tuple[str, ...]
     delimiter: str = ","
+    mark: str = ""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "header", self.joined({name: name for name in self.names}))
+        header = self.joined({name: name for name in self.names})
+        object.__setattr__(self, "header", self.mark + header)
         object.__setattr__(self, "to_line", self.joined)
 
     def joined(self, record: Record) -> str:
@@ -282,12 +287,9 @@ class _TsvWriter(_CsvWriter):
     def joined(self, record: Record) -> str:
         """Returns the line of a record; in answers tabs and line breaks become spaces."""
         cells = ((name, cell_text(record.get(name))) for name in self.names)
-        return (
-            "\t".join(
-                cell if name in self.verbatim else cell.translate(_AS_SPACE) for name, cell in cells
-            )
-            + "\n"
-        )
+        kept = self.verbatim
+        found = (cell if name in kept else cell.translate(_AS_SPACE) for name, cell in cells)
+        return "\t".join(found) + "\n"
 
     def _split(self, lines: Iterator[bytes]) -> Iterator[bytes]:
         return lines

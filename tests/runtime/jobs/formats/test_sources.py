@@ -24,7 +24,7 @@ from transferry.runtime.jobs.job_options import JobOptions
 pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is an optional extra")
 pytest.importorskip("pyarrow.dataset")
 pytest.importorskip("pyarrow.parquet")
-pytest.importorskip("fsspec", reason="fsspec is an optional extra")
+fsspec = pytest.importorskip("fsspec", reason="fsspec is an optional extra")
 pytest.importorskip("aiohttp", reason="aiohttp, which fsspec reads http with, is not installed")
 
 TEXTS = [["a", "b c"], [], ["d"], ["e", "f", "g"]]
@@ -129,6 +129,9 @@ def test_a_file_without_an_object_tells_no_columns(tmp_path: Path, rest: bytes) 
         (["."], "expected a folder with files of one format, found the endings .csv, .json"),
         (["empty"], "expected a folder with files of one format, found no file"),
         (["delta/day=1"], "found a table of Delta Lake, whose files hold rows of former versions"),
+        (["delta/day=1/a.txt"], "found a table of Delta Lake"),
+        (["delta/*/*.txt"], "found a table of Delta Lake"),
+        (["memory://delta/*/*.txt"], "memory:///delta: expected files, found a table of Iceberg"),
         ([], "expected an input, found none"),
         (["splits"], r"several splits; name one of them: splits/train, splits/test"),
         (["nosuch://a/b.txt"], "nosuch://a/b.txt cannot be opened"),
@@ -145,8 +148,13 @@ def test_what_is_no_input_is_told(
     (tmp_path / "splits" / "dataset_dict.json").write_text(json.dumps(splits))
     (tmp_path / "a.csv").touch()
     (tmp_path / "empty").mkdir()
-    for folder in ("_delta_log", "day=1"):
-        (tmp_path / "delta" / folder).mkdir(parents=True)
+    (tmp_path / "delta" / "day=1").mkdir(parents=True)
+    stored = fsspec.filesystem("memory")
+    for name in ("delta/_delta_log/00.json", "delta/day=1/a.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    for name in ("delta/metadata/00.metadata.json", "delta/day=1/a.txt"):
+        stored.pipe(name, b"")
     with pytest.raises((InputError, UsageError), match=message):
         texts(*inputs)
 
@@ -269,6 +277,7 @@ def test_the_command_takes_several_inputs(
     for command, told in (
         (("merge", "s3://bucket/1.jsonl", "-o", out), "only INPUT and --out may be URLs"),
         (("run", bundle_folder, parts[0], "-o", f"{server}/out.jsonl"), "cannot be written: name"),
+        (("run", bundle_folder, parts[0], "-o", "memory://a"), "cannot be written: name a store"),
     ):
         refused = call(*command)
         assert refused.exit_code == 2
