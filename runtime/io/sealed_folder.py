@@ -105,10 +105,11 @@ class SealedFolder:
         return path
 
     def require_plain(self) -> None:
-        """Raises InputError for links, for programs that read files by name; others `watch`."""
+        """Raises InputError for links, hard ones too, which onnx refuses; others `watch`."""
         whole = Path(os.path.realpath(self.path))
         for name in self.records:
-            if self._target(name) != whole / name:
+            target = self._target(name)
+            if target != whole / name or target.stat().st_nlink > 1:
                 raise InputError(
                     f"{self.path / name} is a link, which only `run`, `score` and `verify` without "
                     f"--checkpoint follow; copy the folder and its targets: cp -rL {self.path} COPY"

@@ -263,12 +263,18 @@ def with_linked_weights(folder: Path) -> None:
     (folder / "portable" / "weights.bin").symlink_to(folder.with_name("weights"))
 
 
+def with_weights_elsewhere_too(folder: Path) -> None:
+    folder.with_name("weights").hardlink_to(folder / "portable" / "weights.bin")
+
+
 def behind_a_door(folder: Path) -> None:
     folder.rename(folder.with_name("house"))
     folder.symlink_to("house")
 
 
-@pytest.mark.parametrize("link", [cached, mounted, with_linked_weights, behind_a_door])
+@pytest.mark.parametrize(
+    "link", [cached, mounted, with_linked_weights, with_weights_elsewhere_too, behind_a_door]
+)
 def test_links_are_read_through(folder: Path, link: Callable[[Path], None]) -> None:
     before = [result.text for result in Engine.load(folder).generate(["six hundred"])]
     link(folder)

@@ -144,13 +144,17 @@ def certify(
         require_rows(rows, int(report.settings.get("distinct_rows", rows)))
         strength = report.strength or "recorded"
         require_no_stronger(bundle, variant, options, strength, key is not None)
-    path = bundle.folder / FOLDER / Cell.of(variant, options).file_name
+    cell = Cell.of(variant, options)
+    path = bundle.folder / FOLDER / cell.file_name
     if path.parent.is_symlink():
         raise InputError(
             f"{path.parent} is a link, and no certificate leaves the bundle; remove it"
         )
     try:
         if not report.passed:
+            for name, found in read_certificates(bundle):  # copies hold as well
+                if isinstance(found, Certificate) and found.cell == cell:
+                    (path.parent / name).unlink()
             path.unlink(missing_ok=True)
             return None
         path.parent.mkdir(exist_ok=True)

@@ -195,6 +195,7 @@ def test_other_threads_and_another_onnxruntime_are_named(folder: Path) -> None:
 
 def test_a_failed_report_withdraws_the_certificate(folder: Path) -> None:
     bundle = Bundle.load(folder)
+    shutil.copy(file_of(folder), folder / FOLDER / "copy.json")
     assert certify(bundle, bundle.variant(), SessionOptions(), a_report(fault="bad"), DATE) is None
     assert certificates(bundle) == []
 
