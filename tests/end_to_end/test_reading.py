@@ -249,13 +249,12 @@ def test_dialects(
     assert kinds(path, **options) == found
 
 
-TABLE = pyarrow.table({"text": ["a"]})
-
-
-def parquet_bytes() -> bytes:
-    file = io.BytesIO()
-    pandas.DataFrame({"text": ["a"]}).to_parquet(file)
+def written(write: Callable[..., object]) -> bytes:
+    write(pandas.DataFrame({"text": ["a"]}), file := io.BytesIO())
     return file.getvalue()
+
+
+PARQUET, ARROW = map(written, (pandas.DataFrame.to_parquet, feather.write_feather))
 
 
 def wide_zstd() -> bytes:
@@ -270,7 +269,9 @@ def wide_zstd() -> bytes:
         ("a.docx", b"PK", r"there is no input format docx; convert it \(pandoc .* --format-in"),
         ("a.csv.bak", b"a", "there is no input format bak"),
         ("a.txt", b"PK\x03\x04\0\0\xff", "found a zip archive or an office document"),
-        ("a.csv", parquet_bytes(), "found a Parquet file; let its name end in .parquet"),
+        ("a.csv", PARQUET, "found a Parquet file; let its name end in .parquet"),
+        ("a.parquet", PARQUET.replace(b"text", b"t\xffxt"), "column is not UTF-8"),
+        ("a.arrow", ARROW.replace(b"text", b"t\xffxt"), "column is not UTF-8"),
         ("a.jsonl", b"%PDF-1.7\n\x01", "found a PDF file; convert it: pdftotext"),
         ("a.txt", "Wort\n".encode("utf-16-le"), "binary file or UTF-16"),
         ("a.csv", b"\n<!DOCTYPE html><html>", "found a page in HTML"),
@@ -278,6 +279,8 @@ def wide_zstd() -> bytes:
         ("a.csv", b"version https://git-lfs.github.com/spec/v1\nsize 9\n", "git lfs pull"),
         ("a.json", b'[{"text": "a"}]', r"one document in JSON.* jq -c '.\[\]'"),
         ("a.json", b'{\n "text": "a"}', "one document in JSON.* jq -c '.'"),
+        ("a.json", b'{"rows": [\n{"text": "a"},\n{"text": "b"}\n]}', "one document in JSON"),
+        ("a.json", b'[{"text": "%b"}]' % (b"a" * (9 << 20)), "one document in JSON"),
         ("a.jsonl", b'[\n{"text": "a"}]', "one document in JSON"),
         ("a.csv", b"id,text\r1,a\r", r"found only \\r; convert it: tr"),
         ("a.csv", b"id;text\n1;a\n2\n", "cannot tell whether ',' or ';'.*--delimiter"),
@@ -313,6 +316,8 @@ def test_texts_of_one_line_may_be_anything(tmp_path: Path) -> None:
     assert rows_of(path) == lines
     path.write_text("yes,no\nA dog, a cat, a man.\n")
     assert rows_of(path) == ["yes,no", "A dog, a cat, a man."]
+    (tmp_path / "a.json").write_text('{"text"\n{"text": "a"}\n')
+    assert kinds(tmp_path / "a.json") == ["<malformed>", "a"]
     path.write_text("{}\na\tb\n")
     assert rows_of(path, format="text") == ["{}", "a\tb"]
 

@@ -118,8 +118,8 @@ class ParquetReader(ColumnarReader):
             self.boundaries = [0, *accumulate(group.num_rows for group in groups)]
             self.count = self.boundaries[-1]
             wide = max((g.total_byte_size // max(1, g.num_rows) for g in groups), default=0)
-        self._batch = max(1, min(_MOST_BATCH_ROWS, _BATCH_BYTES // max(1, wide)))
-        super().__init__(path, format, schema, column)
+            self._batch = max(1, min(_MOST_BATCH_ROWS, _BATCH_BYTES // max(1, wide)))
+            super().__init__(path, format, schema, column)
 
     def outline(self) -> list[Any]:
         """Returns the hash of the footer, which has sizes, places and usually least values."""
@@ -208,15 +208,16 @@ def _alone(batch: Any, place: int) -> Any:
     cells = []
     for column in batch.columns:
         cell = copied(column, place)
-        if isinstance(cell, pyarrow.DictionaryArray):
-            held, (index,) = cell.dictionary, cell.indices.to_pylist()
-            if index is None or 0 <= index < len(held):
-                value = copied(held, index or 0) if len(held) else held
-                first = pyarrow.array([index if index is None else 0], cell.indices.type)
-                kept = {"ordered": cell.type.ordered, "safe": False}
-                cell = pyarrow.DictionaryArray.from_arrays(first, value, **kept)
-        elif (plain := _decoded(cell.type)) != cell.type:
-            with suppress(pyarrow.ArrowException):  # an index behind the values, or no text
+        with suppress(pyarrow.ArrowException):  # an index behind the values, a negative length
+            if isinstance(cell, pyarrow.DictionaryArray):
+                held, (index,) = cell.dictionary, cell.indices.to_pylist()
+                held.validate()
+                if index is None or 0 <= index < len(held):
+                    value = copied(held, index or 0) if len(held) else held
+                    first = pyarrow.array([index if index is None else 0], cell.indices.type)
+                    kept = {"ordered": cell.type.ordered, "safe": False}
+                    cell = pyarrow.DictionaryArray.from_arrays(first, value, **kept)
+            elif (plain := _decoded(cell.type)) != cell.type:
                 cell = cell.cast(plain).cast(cell.type)
         cells.append(cell)
     return pyarrow.record_batch(cells, batch.schema)
@@ -360,8 +361,10 @@ def _local(path: Path | Steady) -> AbstractContextManager[Any]:
 def _told(path: Path | Steady, kind: str, pyarrow: Any) -> Iterator[None]:
     try:
         yield
-    except (OSError, pyarrow.ArrowException) as error:
+    except (OSError, pyarrow.ArrowException, UnicodeDecodeError) as error:
         reason = str(getattr(error, "strerror", None) or error).rstrip(".")
+        if isinstance(error, UnicodeDecodeError):
+            reason = "the name of a column is not UTF-8"
         raise InputError(f"{path}: cannot be read as {kind}: {reason}.") from error
 
 

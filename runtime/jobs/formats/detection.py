@@ -12,7 +12,7 @@ from itertools import islice
 from typing import cast
 
 from transferry.runtime.errors import InputError, UsageError
-from transferry.runtime.io.lines import PACKED, Compression
+from transferry.runtime.io.lines import PACKED, Compression, LongLine
 from transferry.runtime.jobs.formats.remote_file import Source
 from transferry.runtime.jobs.job_options import InputFormat
 
@@ -107,11 +107,16 @@ def _unpacked(path: Source) -> Source:
     return path.with_suffix("") if path.suffix.lower() in PACKED else path
 
 
-def require_json_lines(path: Source | str, lines: Sequence[str], *, strict: bool) -> None:
+def require_json_lines(
+    path: Source | str, begin: Sequence[bytes], encoding: str, *, strict: bool
+) -> None:
     """Raises InputError for the first two lines of a document in JSON.
 
-    `strict` refuses a single object too.
+    `strict` refuses a single object too, a line that is too long, and lines without JSON.
     """
+    lines = [line.decode(encoding, "replace") for line in begin]
+    if strict and lines and isinstance(begin[0], LongLine):  # of its content only the hash is known
+        lines = ["["]
     if not lines or (start := lines[0].strip())[:1] not in ("[", "{"):
         return
     try:
@@ -119,6 +124,7 @@ def require_json_lines(path: Source | str, lines: Sequence[str], *, strict: bool
         whole = len(lines) == 1 and (strict or (isinstance(value, list) and value != []))
     except ValueError:
         whole = start == "{" or (start[0] == "[" and (start == "[" or start[-1] == ","))
+        whole |= strict and not any(map(_is_json, lines[1:]))
     except RecursionError:
         whole = False
     if whole:
@@ -127,6 +133,13 @@ def require_json_lines(path: Source | str, lines: Sequence[str], *, strict: bool
             f"{path} is one document in JSON, not an object a line; convert it: "
             f"jq -c '{found}' OLD.json > NEW.jsonl"
         )
+
+
+def _is_json(line: str) -> bool:
+    with suppress(ValueError, RecursionError):
+        json.loads(line)
+        return True
+    return False
 
 
 def require_text(path: Source | str, lines: Sequence[str]) -> None:

@@ -122,9 +122,8 @@ def open_reader(
     for named in filter(None, (*texts, *languages) if format == "text" else ()):
         raise UsageError(f"{path} is read as text, which has no column {named}; leave it out")
     if json_name:
-        lines = islice(read_raw_lines(path, encoding=encoding, pages=False), 2)
-        begin = [line.decode(encoding_of_lines(encoding), "replace") for line in lines]
-        require_json_lines(path, begin, strict=True)
+        begin = [*islice(read_raw_lines(path, encoding=encoding, pages=False), 2)]
+        require_json_lines(path, begin, encoding_of_lines(encoding), strict=True)
     reader = _READERS[format](path, format, next(iter(texts), None), dialect)
     for named in filter(None, languages):
         # In JSONL a field may be missing in one row and present in the next.
@@ -413,8 +412,8 @@ class _JsonlReader(_LineReader):
     def _header(self, lines: Iterator[_Line]) -> tuple[list[str], Iterator[_Line]]:
         seen: list[_Line] = [*islice(lines, 2)]
         lines, names = chain(seen, lines), list[str]()
-        firsts = [line.raw.decode(self._encoding, "replace") for line in seen]
-        require_json_lines(self.file, firsts, strict=False)
+        firsts = [line.raw for line in seen]
+        require_json_lines(self.file, firsts, self._encoding, strict=False)
         seen = []
         for line in islice(lines, _FIRST_ROWS):
             seen.append(line)
