@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.io.atomic import TEMPORARY
 from transferry.runtime.io.documents import read_document
 from transferry.runtime.io.folders import found_at, is_bundle, is_checkpoint, names_function
 from transferry.runtime.io.outputs import foreign_member, require_own
@@ -45,6 +46,7 @@ OF_ONE_CALL = {"out", "resume", "force", "device", "quiet"}
 MAY_CHANGE = {"max_steps", "max_minutes", "max_errors", "teacher"} | {
     f"{prefix}{name}" for prefix in ("", "valid_") for name in ("source", "target", "pairs", "text")
 }
+START_OVER = "start over with --force instead of --resume"
 
 
 def leader() -> bool:
@@ -166,6 +168,8 @@ def training(
         with held():
             if fresh:
                 _begin(out, former, force=force)
+            elif leads:
+                _tidy(out)
             stack.enter_context(at_stop(end))
         try:
             yield
@@ -176,6 +180,20 @@ def training(
             raise
     if leads:
         shutil.rmtree(former, ignore_errors=True)
+
+
+def require_state(out: Path) -> None:
+    """Raises InputError for a training that was killed before it saved anything."""
+    if not (out / STATE).exists():
+        told = f"nothing was saved yet, so there is nothing to resume; {START_OVER}"
+        raise InputError(f"{out}: {told}")
+
+
+def _tidy(out: Path) -> None:
+    """Removes the temporary files of a training that was killed, which may be large."""
+    for path in out.rglob(".*.part"):
+        if re.fullmatch(TEMPORARY, path.name):
+            path.unlink(missing_ok=True)
 
 
 def _begin(out: Path, former: Path, *, force: bool) -> None:

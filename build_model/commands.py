@@ -134,6 +134,7 @@ def train(context: click.Context, /, **options: Any) -> None:
     if resume:
         options = checkpoint_folder.recall(out, options, explicit(context))
         check_settings(context, out / checkpoint_folder.SETTINGS)
+        checkpoint_folder.require_state(out)
     recipe, leads = TrainingRecipe.from_options(options), checkpoint_folder.leader()
     if not resume:
         recipe.configs()

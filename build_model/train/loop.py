@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from transferry.build_model import checkpoint
 from transferry.build_model.allocator import freed_memory_kept
-from transferry.build_model.checkpoint_folder import CONFIG, STATE
+from transferry.build_model.checkpoint_folder import CONFIG, START_OVER, STATE
 from transferry.build_model.model.config import ModelConfig
 from transferry.build_model.model.transformer import Transformer
 from transferry.build_model.train.data import (
@@ -53,7 +53,6 @@ from transferry.runtime.stopping import SIGNALS
 from transferry.runtime.tokenizer.byte_pair import Tokenizer
 
 REPORT_EVERY = 50  # steps between training losses in metrics.jsonl, besides the first
-START_OVER = "start over with --force instead of --resume"
 
 
 def _silent(*told: Any) -> None:
@@ -351,7 +350,7 @@ class Trainer:
         limit = f" of {config.max_minutes:g}" if config.max_minutes else ""
         best = f"; best validation at step {progress.best:,}" if progress.scores else ""
         return (
-            f"{self.folder}: continuing at step {progress.step + 1:,}{of}, in epoch "
+            f"{self.folder}: continuing after step {progress.step:,}{of}, in epoch "
             f"{progress.epoch}, after {progress.seconds / 60:.1f}{limit} minutes{best}"
         )
 

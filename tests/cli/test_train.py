@@ -85,11 +85,26 @@ def test_a_run_continues_as_it_was_started(trained: Path, tmp_path: Path) -> Non
         records = read_json_lines(run / "metrics.jsonl")
         return int(records[-1]["step"])
 
+    left = run / "checkpoints" / ".model.0123456789abcdef.part"  # by a process that was killed
+    left.touch()
     done("train", "--out", run, "--resume", "--max-steps", "3")
     assert steps() == 3
+    assert not left.exists()
     # Where a run ends is remembered from the last command that gave it.
     done("train", "--out", run, "--resume", "--preset", "tiny")
     assert steps() == 3
+
+
+def test_a_killed_run_that_saved_nothing_is_not_resumed(trained: Path, tmp_path: Path) -> None:
+    shutil.copy(trained / "settings.toml", tmp_path)
+    fails(
+        3,
+        "saved yet, so there is nothing to resume; start over",
+        "train",
+        "--out",
+        tmp_path,
+        "--resume",
+    )
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="torch's threads are of another library")

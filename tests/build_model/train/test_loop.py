@@ -466,5 +466,5 @@ def test_a_training_shows_its_steps_and_says_how_it_resumes(tmp_path: Path) -> N
     said.clear()
     trainer(tmp_path / "run", max_steps=6, max_minutes=9).run(resume=True, **told)
     assert re.search(r", 0\.\d of 9 min", shown[-1][3])
-    assert said[0].startswith(f"{tmp_path / 'run'}: continuing at step 5 of 6, in epoch ")
+    assert said[0].startswith(f"{tmp_path / 'run'}: continuing after step 4 of 6, in epoch ")
     assert re.search(r", after 0\.\d of 9 minutes; best validation at step \d$", said[0])

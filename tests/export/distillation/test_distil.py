@@ -333,7 +333,7 @@ def test_a_replaced_run_comes_back_after_an_early_error(
     def broken(*arguments: Any, **named: Any) -> None:
         raise InputError("the teacher is gone")
 
-    monkeypatch.setattr(Engine, "load", broken)
+    monkeypatch.setattr(Engine, "__init__", broken)
     result = call(*given, "--force")
     assert (result.exit_code, result.stderr) == (3, "Error: the teacher is gone\n")
     same(whole, run)
