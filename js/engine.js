@@ -6,11 +6,11 @@ import { checkNames, shown, UsageError } from "./errors.js";
 import { Decoder, Rounds } from "./ort/decoder.js";
 import { Encoder, Graph } from "./ort/graph.js";
 import { loadOnnxRuntime } from "./devices.js";
-import { checkLongRows } from "./rows.js";
+import { checkedText, checkedTexts, checkLongRows, requirePair } from "./rows.js";
 import { classify, rank, tag } from "./tasks/classify.js";
 import { embed } from "./tasks/embed.js";
 import { fillMask } from "./tasks/fill_mask.js";
-import { generate } from "./tasks/generate.js";
+import { checkedPrompt, generate } from "./tasks/generate.js";
 import { score } from "./tasks/score.js";
 
 // Options of a row, and of each task besides.
@@ -117,7 +117,7 @@ export class Engine {
     this.#check(how, ["firstRow", "batch", ...OF_ANSWERS], GENERATING);
     const { firstRow: first = 0, batch, ...rest } = how;
     let row = checkRow(first, "firstRow");
-    for await (const rows of batches(texts, batch)) {
+    for await (const rows of batches(texts, batch, checkedPrompt)) {
       this.#check(rest, OF_ANSWERS, GENERATING);
       this.#requireDecoder();
       const options = this.options(values);
@@ -156,12 +156,16 @@ export class Engine {
     this.#check(how, ["row", ...OF_ANSWERS], GENERATING);
     checkRow(how.row ?? 0, "row");
     this.#requireDecoder();
-    return yield* generate(this, text, this.options(values), how);
+    return yield* generate(this, checkedPrompt(text, 1), this.options(values), how);
   }
 
   /** Scores pairs of source and target, or texts, in order; see tasks/score.js. */
   score(rows, options) {
-    return this.#each(score, rows, options, [...LANGUAGES, "batch"]);
+    const read = (row, number) => {
+      if (this.decoder?.hasEncoder || typeof row !== "string") requirePair(row);
+      return checkedTexts(row, number);
+    };
+    return this.#each(score, rows, options, [...LANGUAGES, "batch"], read);
   }
 
   /** Fills the masks of each text, in order; see tasks/fill_mask.js. */
@@ -176,12 +180,16 @@ export class Engine {
 
   /** Scores the labels of texts or pairs of texts, in order; see tasks/classify.js. */
   classify(rows, options) {
-    return this.#each(classify, rows, options, ["batch"]);
+    return this.#each(classify, rows, options, ["batch"], checkedTexts);
   }
 
   /** Scores pairs of texts, in order; see tasks/classify.js. */
   rank(pairs, options) {
-    return this.#each(rank, pairs, options, ["batch"]);
+    const read = (pair, number) => {
+      requirePair(pair);
+      return pair.map((text) => checkedText(text, number));
+    };
+    return this.#each(rank, pairs, options, ["batch"], read);
   }
 
   /** Refuses task answer, which the Python engine has. */
@@ -194,10 +202,10 @@ export class Engine {
     return this.#each(tag, texts, options, ["aggregation", "batch"]);
   }
 
-  async *#each(task, rows, options = {}, names = []) {
+  async *#each(task, rows, options = {}, names = [], read = checkedText) {
     this.#check(options, names);
     const { batch, signal, ...rest } = options;
-    for await (const each of batches(rows, batch)) {
+    for await (const each of batches(rows, batch, read)) {
       this.#check({ signal });
       // Rows that are begun together reach the encoder together.
       yield* await this.#together(each, async (engine, row) => task(engine, row, rest));
@@ -224,14 +232,15 @@ export class Engine {
   }
 }
 
-/** Yields lists of at most `size` rows. */
-async function* batches(rows, size = 1) {
+/** Yields lists of at most `size` rows; `read` checks a row, given its number from 1. */
+async function* batches(rows, size = 1, read) {
   const iterates = typeof (rows?.[Symbol.asyncIterator] ?? rows?.[Symbol.iterator]) === "function";
   if (typeof rows === "string" || !iterates) throw new UsageError("texts must be several, such as a list");
   if (!Number.isSafeInteger(size) || size < 1) throw new UsageError(`batch must be at least 1, found ${shown(size)}`);
   let waiting = [];
+  let number = 0;
   for await (const row of rows) {
-    if (waiting.push(row) === size) yield waiting.splice(0);
+    if (waiting.push(read(row, ++number)) === size) yield waiting.splice(0);
   }
   if (waiting.length) yield waiting;
 }

@@ -21,17 +21,17 @@ class TooLong extends RowError {
 /**
  * Returns the token ids of a text for a model, special tokens included.
  *
- * @param {string} text
+ * @param {string | RowError} text
  * @param {object} tokenizer see tokenizer/tokenizer.js
  * @param {object} limits positions: most tokens; longRows: "error" or "truncate"; reserve:
  *   positions to leave free when truncating; wrap: puts special tokens around the ids of a target,
  *   which is cut at its end
  * @param {(text: string) => number[]} [encode] default: that of the tokenizer
  * @returns {{ids: number[], tokens: number, truncated: boolean}}
- * @throws {RowError} of kind no-text, empty, tokenizer or too-long
+ * @throws {RowError} of kind empty, tokenizer or too-long, or that in place of the text
  */
 export function encodeRow(text, tokenizer, limits, encode = (each) => tokenizer.encode(each)) {
-  requireText(text);
+  requireTexts(text);
   const { positions, longRows = "error", reserve = 0 } = limits;
   const { special } = tokenizer;
   const wrap = limits.wrap ?? ((ids) => special.wrap(ids));
@@ -48,7 +48,7 @@ export function encodeRow(text, tokenizer, limits, encode = (each) => tokenizer.
   const head = !far || (truncates && keepsEnd) ? text : truncates ? characters.slice(0, room * longest).join("") : "";
   const ids = tokenIds(head, encode);
   const tokens = (far ? least : ids.length) + around;
-  if (isBlank(text)) throw new RowError("empty", "there is no text to work on", tokens);
+  requireFull(text, tokens);
   if (tokens <= room) return { ids: wrap(ids), tokens, truncated: false };
   if (truncates && room > around) {
     const kept = room - around;
@@ -73,9 +73,26 @@ export function requirePair(row) {
   throw new UsageError(`expected pairs, such as [text, target], found ${shown(row)}`);
 }
 
-/** Throws RowError for another value than text, such as null. */
-export function requireText(text) {
-  if (typeof text !== "string") throw new RowError("no-text", `expected text, found ${shown(text)}`);
+/** Returns a text, or the error of a row that holds another value; rows count from 1. */
+export function checkedText(text, number) {
+  return typeof text === "string" ? text : new RowError("no-text", `expected text in row ${number}, found ${shown(text)}`);
+}
+
+/** Returns a text, or the texts of a pair, the second of which may be null; see `checkedText`. */
+export function checkedTexts(row, number) {
+  if (!(Array.isArray(row) && row.length === 2)) return checkedText(row, number);
+  const [first, second = null] = row;
+  return [checkedText(first, number), second === null ? null : checkedText(second, number)];
+}
+
+/** Throws the errors among texts. */
+export function requireTexts(...texts) {
+  for (const text of texts) if (text instanceof RowError) throw text;
+}
+
+/** Throws RowError for a blank text. */
+export function requireFull(text, tokens) {
+  if (isBlank(text)) throw new RowError("empty", "there is no text to work on", tokens);
 }
 
 export function tooLong(tokens, positions, about = "") {

@@ -117,29 +117,35 @@ function check(options) {
     throw new UsageError(message);
   };
   if (options.sample && options.beam > 1) {
-    refuse(`sample and beam=${options.beam} exclude each other: sample with beam=1`);
+    refuse(`sample and beam=${options.beam} exclude each other: choose beam=1, or turn sample off`);
   }
-  if (!options.scores && (options.beam > 1 || options.sample)) {
-    refuse("scores=false works with greedy search only: turn scores on");
+  const ranks = options.beam > 1 ? "beam" : options.sample ? "sample" : "";
+  if (!options.scores && ranks) {
+    refuse(
+      `scores=false and ${ranks}=${options[ranks]} exclude each other: only greedy search works without scores; ` +
+        `turn scores on, or leave ${ranks} out`,
+    );
   }
   if (!options.sample) {
     for (const name of OF_SAMPLING) {
       if (options[name] !== DEFAULTS[name]) {
-        refuse(`${name}=${options[name]} has no effect without sample: turn sample on, or leave it out`);
+        refuse(`${name}=${options[name]} has no effect without sample: turn it on, or leave ${name} out`);
       }
     }
     if (options.n_best > options.beam) {
-      refuse(`n_best=${options.n_best} is more than beam=${options.beam} can give: raise beam`);
+      const { n_best: best, beam } = options;
+      refuse(`n_best=${best} is more than beam=${beam} can give: set beam to at least ${best}, or n_best to at most ${beam}`);
     }
   }
   for (const [least, most] of LENGTHS) {
     if (options[least] > options[most] && (options[most] || most === "max_length")) {
-      refuse(`${least}=${options[least]} is more than ${most}=${options[most]}: lower the first`);
+      refuse(`${least}=${options[least]} is more than ${most}=${options[most]}: lower the first or raise the second`);
     }
   }
   const forced = options.prefix.length + (options.forced_begin === null ? 0 : 1);
   if (forced > options.max_length) {
-    refuse(`the prefix has ${forced} tokens, more than max_length=${options.max_length}: shorten it`);
+    const name = options.forced_begin === null ? "prefix" : "prefix with forced_begin";
+    refuse(`${name} has ${forced} tokens, more than max_length=${options.max_length}: shorten the first or raise the second`);
   }
 }
 
@@ -149,13 +155,15 @@ function suppressing(values, base, encode) {
   const sequences = new Map();
   for (const each of values.suppress) {
     if (typeof each !== "string") continue;
-    if (!each.trim()) throw new UsageError(`suppress holds ${shown(each)}, which has no tokens`);
+    if (!each.trim()) throw new UsageError(`suppress holds ${shown(each)}, which has no tokens; leave it out`);
     for (const form of [each, ` ${each}`]) {
       const ids = encode(form);
       sequences.set(ids.join(), ids);
     }
   }
   const found = [...sequences.values()];
+  const { suppress_sequences: given = base.suppress_sequences } = values;
+  checkFields({ suppress_sequences: given });
   return {
     ...values,
     suppress: [
@@ -164,7 +172,7 @@ function suppressing(values, base, encode) {
       ...found.filter((ids) => ids.length === 1).flat(),
     ],
     suppress_sequences: [
-      ...(values.suppress_sequences ?? base.suppress_sequences),
+      ...given,
       ...found.filter((ids) => ids.length > 1),
     ],
   };

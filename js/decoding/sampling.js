@@ -139,11 +139,9 @@ function before(values, share) {
 /** Distance of each token's information from the entropy (Meister et al. 2023, eq. 10), in nats. */
 function typicalDistances(found) {
   const sum = found.reduce((total, value) => total + value, 0);
-  const information = found.map((value) => -Math.log(value / sum));
-  const entropy = found.reduce(
-    (total, value, token) => (value > 0 ? total + (value / sum) * information[token] : total),
-    0,
-  );
+  const shares = found.map((value) => value / sum); // 0 for the least of weights too
+  const information = shares.map((share) => -Math.log(share));
+  const entropy = shares.reduce((total, share, token) => (share > 0 ? total + share * information[token] : total), 0);
   return information.map((value) => Math.abs(value - entropy));
 }
 

@@ -1,7 +1,7 @@
 // Labels of texts, of pairs of texts and of tokens: the scores of a model's head.
 
 import { shown, UsageError } from "../errors.js";
-import { answered, checkLongRows, encodeRow, isBlank, notFinite, prefixed, requirePair, requireText, RowError, single, tokenIds, tooLong } from "../rows.js";
+import { answered, checkLongRows, encodeRow, notFinite, prefixed, requireFull, requireTexts, single, tokenIds, tooLong } from "../rows.js";
 
 const AGGREGATIONS = ["none", "simple", "first", "average", "max"];
 
@@ -53,7 +53,6 @@ export function classify(engine, row, { longRows } = {}) {
  */
 export function rank(engine, pair, { longRows } = {}) {
   const head = headOf(engine, "rank");
-  requirePair(pair);
   return headRecord(engine, pair, longRows, (scores) => ({
     score: probabilities(scores, head.rank)[0],
   }));
@@ -98,11 +97,10 @@ export function tag(engine, text, { aggregation = "none", longRows } = {}) {
 }
 
 function headRecord(engine, row, longRows, answer) {
-  const several = Array.isArray(row) && row.length !== 2;
-  const [text, pair] = Array.isArray(row) && !several ? row : [row];
+  const [text, pair] = Array.isArray(row) ? row : [row, null];
   const { template = [] } = engine.bundle.manifest.head;
-  if (template.length && pair === undefined) throw new UsageError("the bundle scores pairs of texts, found one");
-  if (!template.length && pair !== undefined && !engine.bundle.tokenizer.special.joinsPairs) {
+  if (template.length && pair === null) throw new UsageError("the bundle scores pairs of texts, found one");
+  if (!template.length && pair !== null && !engine.bundle.tokenizer.special.joinsPairs) {
     throw new UsageError("the bundle's tokenizer joins no pairs of texts; leave the second out");
   }
   const limits = headLimits(engine, longRows);
@@ -110,7 +108,7 @@ function headRecord(engine, row, longRows, answer) {
   const read = usual ? prefixed(prompts[usual], text) : text;
   const encode = template.length
     ? (_, ...rest) => encodeFilled(template, { query: text, document: pair }, ...rest)
-    : pair === undefined
+    : pair === null
       ? encodeRow
       : (_, ...rest) => encodePair(read, pair, ...rest);
   return answered(text, {}, async () => {
@@ -124,8 +122,8 @@ function headRecord(engine, row, longRows, answer) {
 
 /** Returns the ids of a pair in a template, with the names of both at odd places; see `encodeRow`. */
 function encodeFilled(template, texts, ...rest) {
-  Object.values(texts).forEach(requireText);
-  if (Object.values(texts).some(isBlank)) throw new RowError("empty", "there is no text to work on");
+  requireTexts(...Object.values(texts));
+  Object.values(texts).forEach((text) => requireFull(text));
   return encodeRow(template.map((each, place) => (place % 2 ? texts[each] : each)).join(""), ...rest);
 }
 
@@ -133,8 +131,10 @@ function encodeFilled(template, texts, ...rest) {
 function encodePair(first, second, tokenizer, { positions: most, longRows }) {
   const { special } = tokenizer;
   const positions = longRows === "truncate" ? Math.min(most, special.longest || most) : most;
-  [first, second].forEach(requireText);
-  if (isBlank(first) || isBlank(second)) throw new RowError("empty", "there is no text to work on");
+  for (const text of [first, second]) {
+    requireTexts(text);
+    requireFull(text);
+  }
   let [left, right] = [first, second].map((text) => tokenIds(text, (each) => tokenizer.encode(each)));
   const join = () => special.wrap([...left, ...special.between, ...right]);
   const tokens = join().length;

@@ -28,7 +28,7 @@ export function embed(engine, text, { pooling, normalise = false, prompt, longRo
   const { prompts = {}, default_prompt: usual = "" } = head ?? {};
   const named = prompt ?? usual;
   if (named && !Object.hasOwn(prompts, named)) {
-    throw new UsageError(`prompt must be one of the bundle's: ${Object.keys(prompts).join(", ") || "none"}`);
+    throw new UsageError(`prompt must be one of the bundle's: ${Object.keys(prompts).join(", ") || "none"}; found ${shown(named)}`);
   }
   const limits = headLimits(engine, longRows);
   return answered(text, {}, async () => {

@@ -3,11 +3,23 @@
 import { room } from "../decoding/options.js";
 import { search } from "../decoding/search.js";
 import { UsageError } from "../errors.js";
-import { encodeRow, errorOf, finite, isBlank, notFinite, RowError, textOf, tokenIds, tooLong } from "../rows.js";
+import { checkedText, encodeRow, errorOf, finite, isBlank, notFinite, RowError, textOf, tokenIds, tooLong } from "../rows.js";
 import { checkVariables, encodeChat, pythonJson } from "../tokenizer/chat.js";
 
 // Difference of the rows that seed neighbouring pieces, as in Python.
 const PIECE = 1n << 40n;
+
+/** Returns a text, messages or token ids, or the error of a row that holds another value. */
+export function checkedPrompt(source, number) {
+  const refused = (what) => new RowError("prompt", `expected ${what}`);
+  if (Array.isArray(source) && !source.length) return refused(`messages or token ids in row ${number}, found none`);
+  if (!isIds(source) && !isChat(source)) return checkedText(source, number);
+  try {
+    return pythonJson(source) && source;
+  } catch (error) {
+    return refused(`JSON values in row ${number}, found others: ${error.message}`);
+  }
+}
 
 /**
  * Generates an answer to one text; yields its text as it grows, and returns the record.
@@ -31,7 +43,7 @@ export async function* generate(engine, text, options, how) {
     );
   }
   if (options.split_lines && !decoder.hasEncoder) {
-    throw new UsageError("a prompt may hold line breaks, so split_lines needs an encoder-decoder");
+    throw new UsageError("a prompt may hold line breaks, so split_lines needs an encoder-decoder; leave split_lines out");
   }
   const source = isIds(text) || isChat(text) ? pythonJson(text) : textOf(text);
   const splits = typeof text === "string" && (options.split_lines ?? decoder.hasEncoder);
@@ -211,11 +223,8 @@ function requestOf(engine, text, options, how) {
   return { ids, truncated: read.truncated, limit, first, bos, row: how.row ?? 0 };
 }
 
-function encode(engine, text, { row = 0, longRows, chatTemplateKwargs }, reserve) {
+function encode(engine, text, { longRows, chatTemplateKwargs }, reserve) {
   const { positions } = engine;
-  if (Array.isArray(text) && !text.length) {
-    throw new RowError("prompt", `expected messages or token ids in row ${row + 1}, found none`);
-  }
   if (isChat(text)) return chatIds(engine, text, chatTemplateKwargs);
   if (!isIds(text)) return encodeRow(text, engine.bundle.tokenizer, { positions, longRows, reserve });
   const last = engine.bundle.manifest.model.vocabulary_size - 1;

@@ -1,8 +1,8 @@
 // Scoring of given texts: log-probability of each token, in one pass and without generation.
 
 import { logSumExp } from "../decoding/logits.js";
-import { UsageError } from "../errors.js";
-import { answered, checkLongRows, encodeRow, notFinite, requirePair, RowError, textOf, tooLong } from "../rows.js";
+import { shown, UsageError } from "../errors.js";
+import { answered, checkLongRows, encodeRow, notFinite, RowError, textOf, tooLong } from "../rows.js";
 
 /**
  * Scores a target given its source, or a text of a decoder-only model.
@@ -15,16 +15,17 @@ import { answered, checkLongRows, encodeRow, notFinite, requirePair, RowError, t
 export function score(engine, row, { longRows, sourceLanguage, targetLanguage } = {}) {
   const { decoder } = engine;
   if (!decoder) throw new UsageError("the bundle is encoder-only and scores nothing");
-  const [source, target] = Array.isArray(row) ? row : [row];
-  if (decoder.hasEncoder) requirePair(row);
-  else if (Array.isArray(row) && row.length > 1) throw new UsageError("the bundle scores texts without a target");
+  const [source, target] = Array.isArray(row) ? row : [row, null];
+  if (!decoder.hasEncoder && target !== null) {
+    throw new UsageError(`the bundle scores texts without a target, found ${shown(target)}; leave it out`);
+  }
   checkLongRows(longRows);
   const blank = decoder.hasEncoder ? { target: textOf(target) } : {};
   const { special } = engine.bundle.tokenizer;
   const languages = [sourceLanguage, targetLanguage].map((name) => (name === undefined ? name : special.language(name)));
   return answered(source, blank, async () => {
     const request = decoder.hasEncoder
-      ? ofPair(engine, source, target, longRows, languages)
+      ? ofPair(engine, source, target ?? "", longRows, languages)
       : ofText(engine, source, longRows);
     const { ids, given, wanted, truncated } = request;
     const state = decoder.hasEncoder ? await decoder.start(ids) : await decoder.begin();

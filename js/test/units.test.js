@@ -81,6 +81,9 @@ test("text to suppress is forbidden as it stands and after a blank", () => {
   const options = generationOptions({ suppress: ["a", 7] }, DEFAULTS, encode);
   assert.deepEqual(options.suppress, [7, 97]);
   assert.deepEqual(options.suppress_sequences, [[32, 97]]);
+  for (const suppress_sequences of [5, "", [[]], null]) {
+    assert.throws(() => generationOptions({ suppress: ["a"], suppress_sequences }, DEFAULTS, encode), UsageError);
+  }
 });
 
 test("graphemes are those of the whole text, in time that grows with it", () => {
@@ -119,6 +122,8 @@ test("tokens that tie with the last one admitted are admitted", () => {
   assert.equal(cut({ top_k: 1 }).filter(Boolean).length, 2);
   assert.equal(cut({ top_p: 0.1 }).filter(Boolean).length, 2);
   assert.equal(cut({ typical_p: 0.1 }).filter(Boolean).length, 2);
+  // exp(-745) is above 0, its share of the sum is not.
+  assert.deepEqual([...weights([0, 0, -745], { ...DEFAULTS, typical_p: 0.9 })], [1, 1, 0]);
 });
 
 const FILES = { "tokenizer.json": { sha256: "0".repeat(64), size: 2 } };

@@ -92,9 +92,12 @@ export class SpecialTokens {
 
   /** Returns the id of a language. */
   language(name) {
-    if (!Object.hasOwn(this.languages, name)) {
-      const known = Object.keys(this.languages).join(", ") || "none";
-      throw new UsageError(`there is no language ${shown(name)}; the bundle's tokenizer has ${known}`);
+    const known = Object.keys(this.languages);
+    if (!known.length) {
+      throw new UsageError(`the bundle's tokenizer has no languages, so language ${shown(name)} has no effect; leave it out`);
+    }
+    if (!known.includes(name)) {
+      throw new UsageError(`there is no language ${shown(name)}; the bundle's tokenizer has ${known.join(", ")}`);
     }
     return this.languages[name];
   }

@@ -139,9 +139,9 @@ def answers_of(
     texts: Sequence[Any],
     variant: str = "portable",
     *,
-    refused: bool = False,
+    refused: str = "",
 ) -> dict[str, Any]:
-    """Returns the records of Python for js/test to compare; null where the options are refused."""
+    """Returns the records of Python for js/test to compare, or why the options are refused."""
     method = task.replace("-", "_")
     with Engine.load(folder, variant=variant) as engine:
         rows = [(text, None) for text in texts]
@@ -152,7 +152,9 @@ def answers_of(
     first, *rest = task.split("-")  # "fill-mask" is the method fillMask
     named = {"task": task, "method": first + "".join(map(str.capitalize, rest))}
     case = {"bundle": str(folder), "variant": variant, **named, "options": options}
-    return {**case, "texts": texts, "records": None if refused else records}
+    for name, other in {**IN_JAVASCRIPT, "=True": "=true", "=False": "=false"}.items():
+        refused = refused.replace(name, other)
+    return {**case, "texts": texts, "records": None if refused else records, "refused": refused}
 
 
 def seal(folder: Path, vocabulary: int) -> None:

@@ -120,7 +120,7 @@ def _case(folder: Path, draw: drawn.Draw, task: str) -> dict[str, Any]:
     options: dict[str, Any] = {"long_rows": draw.choice(["error", "truncate"])}
     if task == "generate":
         ids = [draw.randrange(400) for _ in range(draw.choice([1, 3, 64, 65]))]
-        texts.append(ids)
+        texts += [ids, draw.choice([[], 5])]
         options |= {**drawn.options(draw, 400), "first_row": draw.choice([0, 3])}
     elif "speaker" in str(folder):
         texts = [(text, drawn.text(draw)) for text in texts]
@@ -129,8 +129,8 @@ def _case(folder: Path, draw: drawn.Draw, task: str) -> dict[str, Any]:
         options |= {name: draw.choice([*LANGUAGES]) for name in names if draw.random() < 0.5}
     try:
         return answers_of(folder, task, options, texts)
-    except UsageError:
-        return answers_of(folder, task, options, texts, refused=True)
+    except UsageError as error:
+        return answers_of(folder, task, options, texts, refused=str(error))
 
 
 @pytest.mark.optional("node", "onnxruntime-node")

@@ -35,7 +35,7 @@ SEARCHES: tuple[dict[str, Any], ...] = (
 
 TEXTS = ["anna", "a cat and a dog", "", "b" * 2000, "one two three", " x ", "\u3000"]
 # No ids of the bundles, and no ids.
-ODD: list[Any] = [[], [5, 10**6], [-1], [3, 4]]
+ODD: list[Any] = [[], [5, 10**6], [-1], [3, 4], 5, 1.5]
 LINES = ["\na cat\r\n \n\r a dog\n", "x\n", "\n", "a\n" + "b" * 2000, "a\u2028b\x0bc\nd"]
 
 
@@ -87,7 +87,9 @@ def test_generated_records(
             for options in ({"max_length": 8}, {"max_length": 8, "beam": 4})
         ),
     ]
-    assert compared(tmp_path, answers) == {"empty", "lines", "prompt", "too-long", "too-short"}
+    assert compared(tmp_path, answers) == {
+        *("empty", "lines", "no-text", "prompt", "too-long", "too-short")
+    }
 
 
 @pytest.mark.optional("node", "onnxruntime-node")
@@ -108,12 +110,14 @@ def test_records_of_an_encoder(tmp_path: Path, reader_bundle_folder: Path) -> No
 def test_records_of_heads(
     tmp_path: Path, ranker_bundle_folder: Path, tagger_bundle_folder: Path
 ) -> None:
-    pairs = [("anna", "a cat"), ("one two three " * 9, "a dog"), ("", "x"), ("a " * 9, "b " * 30)]
+    pairs: list[Any] = [("anna", "a cat"), ("one two three " * 9, "a dog"), ("", "x"), ("a", 5)]
+    pairs.append(("a " * 9, "b " * 30))
     tagged = ["anna and the cat 's", "Häuser, Straße!", "", "日本語 😀 x", "the " * 500, "don't"]
     kinds = ("none", "simple", "first", "average", "max")
     answers = [
         answers_of(ranker_bundle_folder, "classify", {}, TEXTS),
         answers_of(ranker_bundle_folder, "classify", {"long_rows": "error"}, TEXTS),
+        answers_of(ranker_bundle_folder, "classify", {}, [5, ("a", None), ("", 5), ("a", 5)]),
         answers_of(ranker_bundle_folder, "rank", {}, pairs),
         answers_of(ranker_bundle_folder, "rank", {"long_rows": "error"}, pairs),
         answers_of(ranker_bundle_folder, "embed", {}, TEXTS),
@@ -122,7 +126,7 @@ def test_records_of_heads(
     ]
     with pytest.raises(UsageError, match="aggregation must be one of none, simple"):
         answers_of(tagger_bundle_folder, "tag", {"aggregation": "last"}, tagged)
-    assert compared(tmp_path, answers) == {"empty", "too-long"}
+    assert compared(tmp_path, answers) == {"empty", "no-text", "too-long"}
     tags = [tag for each in answers for record in each["records"] for tag in record.get("tags", ())]
     assert {"PER", "B-PER", "O"} <= {tag["label"] for tag in tags}
 

@@ -218,7 +218,7 @@ class PairCall(EncoderCall):
             encoded = encode_pairs(self.preprocessor, prompted, self.long_rows)
         texts = [first if isinstance(first, str) else "" for first, _ in pairs]
         return [
-            PairRow(**vars(row) | {"text": row.text and text}, pair=second)
+            PairRow(**vars(row) | {"text": text}, pair=second)
             for row, text, (_, second) in zip(encoded, texts, pairs, strict=True)
         ]
 

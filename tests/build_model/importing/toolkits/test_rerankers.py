@@ -136,7 +136,10 @@ def test_logits_of_two_tokens_score_a_pair(tmp_path: Path) -> None:
     for row, logit in zip(rows, wanted, strict=False):
         assert abs(row.score - 1 / (1 + torch.exp(torch.tensor(-logit)).item())) < 1e-5
     assert [row.truncated for row in rows] == [False, False, True, False]
-    assert rows[3].error is not None and rows[3].error.kind == "empty"
+    assert rows[3].error is not None and (rows[3].source, rows[3].error.kind) == (
+        "the cat",
+        "empty",
+    )
     with pytest.raises(UsageError, match="scores pairs of texts, found one"):
         list(classify(engine, ["the cat"]))
 
