@@ -63,6 +63,7 @@ export function openTokenizer(
 ): Tokenizer;
 
 export class Bundle {
+  private constructor();
   /** Opens a folder (Node), a URL, or any source of files. */
   static open(
     place: string | URL | Source,
@@ -209,7 +210,9 @@ export interface Batches {
   batch?: number;
 }
 /** Rows: a list, a generator, lines of `readline`, a stream. */
-export type Several<T> = Iterable<T> | AsyncIterable<T>;
+export type Several<T> = (Iterable<T> & object) | AsyncIterable<T>;
+/** A text, or a pair of texts; null for no second text. */
+export type TextOrPair = string | [string, string | null];
 export type Task = "generate" | "score" | "embed" | "fill-mask" | "classify" | "rank" | "tag";
 
 export interface LoadOptions {
@@ -238,6 +241,7 @@ export interface LoadOptions {
 }
 
 export class Engine {
+  private constructor();
   static load(place: string | URL | Source | Bundle, options?: LoadOptions): Promise<Engine>;
   readonly bundle: Bundle;
   readonly tasks: Task[];
@@ -254,11 +258,11 @@ export class Engine {
     how?: GenerationRowOptions & { row?: number },
   ): AsyncGenerator<{ text: string; tokens: number[] }, GenerationRecord>;
   score(
-    rows: Several<string | [string, string]>,
+    rows: Several<TextOrPair>,
     options?: RowOptions & Languages & Batches,
   ): AsyncGenerator<ScoreRecord, void>;
   classify(
-    rows: Several<string | [string, string]>,
+    rows: Several<TextOrPair>,
     options?: RowOptions & Batches,
   ): AsyncGenerator<ClassifiedRecord, void>;
   rank(
@@ -308,14 +312,14 @@ export interface TextAnswers<Row, Result, Options extends unknown[]> extends OfE
 export interface ScoreAnswers extends OfEngine {
   (row: string, ...options: How<Engine["score"]>): Promise<ScoreRecord>;
   (row: [string, string], ...options: How<Engine["score"]>): Promise<ScoreRecord | ScoreRecord[]>;
-  (rows: (string | [string, string])[], ...options: How<Engine["score"]>): Promise<ScoreRecord[]>;
+  (rows: TextOrPair[], ...options: How<Engine["score"]>): Promise<ScoreRecord[]>;
 }
 export interface Tasks {
   generate: Of<Engine["generate"]>;
   score: ScoreAnswers;
   embed: Of<Engine["embed"]>;
   "fill-mask": Of<Engine["fillMask"]>;
-  classify: TextAnswers<string | [string, string], ClassifiedRecord, How<Engine["classify"]>>;
+  classify: TextAnswers<TextOrPair, ClassifiedRecord, How<Engine["classify"]>>;
   rank: Of<Engine["rank"]>;
   tag: Of<Engine["tag"]>;
 }

@@ -37,30 +37,7 @@ const answer = await pipeline("generate", place, {{ device: "wasm" }});
 postMessage((await answer({json.dumps(TEXTS)})).map(({{ text }}) => text));
 """
 TOKENIZER = 'import { Bundle } from "transferry"; await Bundle.open("bundle/");\n'
-TYPED = """
-import { Engine, pipeline } from "transferry";
-const engine = await Engine.load(new URL("./bundle", import.meta.url), { device: "webgpu" });
-async function* rows() { yield "a"; }
-const made = engine.generate(rows(), { beam: 2 }, { longRows: "truncate" });
-for await (const { text } of made) text.trim();
-const embed = await pipeline("embed", "bundle");
-const numbers: number[] | undefined = (await embed("a", { batch: 8 })).vector?.toJSON();
-const several: string[] = (await embed(["a"])).map(({ source }) => source);
-// @ts-expect-error an option that does not exist
-engine.embed(several, { longrows: "error", numbers });
-await engine[Symbol.asyncDispose]();
-const classify = await pipeline("classify", "bundle");
-const labels: (string | undefined)[] = (await classify(["a", "b"])).map(({ label }) => label);
-const label: string | undefined = (await classify([["a", "b"]]))[0].label;
-const rank = await pipeline("rank", "bundle");
-const ranked: number | undefined = (await rank(["a", "b"], { batch: 2 })).score;
-const score = await pipeline("score", "bundle");
-const scored: number | undefined = (await score("a")).total;
-const pairs: (string | undefined)[] = (await score([["a", "b"]])).map(({ target }) => target);
-// @ts-expect-error a pair, or two texts
-const whole: number | undefined = (await score(["a", "b"])).total;
-console.log(labels, label, ranked, scored, pairs, whole);
-"""
+TYPED = (Path(__file__).parent / "typed.ts").read_text(encoding="utf-8")
 HTML = '<!doctype html><body><script type="module" src="{}"></script></body>\n'
 PACKAGE = {"private": True, "type": "module"}
 
