@@ -195,8 +195,10 @@ class Job:
         }
         split = ["sentencex"] if options.long_rows == "split" else []
         versions = ("special_tokens", "transferry-kernels", *split)
-        mark = self.layout.mark or None
-        others = {**options.dialect, "limit": options.limit, "output_mark": mark}
+        others = {**options.dialect, "limit": options.limit}
+        others["output_mark"] = self.layout.mark or None
+        if (schema := getattr(self.writer, "schema", None)) is not None:
+            others["types_and_metadata"] = hashlib.sha256(schema.serialize()).hexdigest()[:16]
         others |= {name: described.get(name) for name in versions}
         values |= {name: value for name, value in others.items() if value is not None}
         if options.partition is not None:

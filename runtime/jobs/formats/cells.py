@@ -7,6 +7,7 @@ import csv
 import json
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -42,32 +43,33 @@ def has_nul(value: Any) -> bool:
     return any(map(has_nul, value)) if isinstance(value, list) else "\0" in str(value)
 
 
-def json_value(value: Any) -> Any:
+def json_value(value: Any, *, finite: bool = True) -> Any:
     """Converts a float32 array or an Arrow scalar to JSON values, for `default` of json.dumps.
 
     A float32 becomes the number whose text is the shortest that gives the float32 back. Times
-    become ISO 8601, decimals and UUIDs text, bytes base64; NaN and infinity become null.
+    become ISO 8601, decimals and UUIDs text, bytes base64; if `finite`, NaN and infinity null.
     """
     if isinstance(value, np.ndarray):
         return [float(text) for text in map(str, value)]
     import pyarrow
 
-    types, kind = pyarrow.types, value.type
+    types, kind, converted = pyarrow.types, value.type, partial(json_value, finite=finite)
     if not value.is_valid:
         return None
     if types.is_struct(kind):
-        fields = [(name, json_value(field)) for name, field in value.items()]
+        fields = [(name, converted(field)) for name, field in value.items()]
         named = dict(fields)
         twice = len(named) < len(fields)  # the entries of a map have the same form
         return [{"key": name, "value": field} for name, field in fields] if twice else named
     if (extension := getattr(kind, "extension_name", "")) in ("arrow.uuid", "arrow.bool8"):
         return str(value.as_py()) if extension == "arrow.uuid" else value.as_py()
     if isinstance(inner := getattr(value, "value", None), pyarrow.Scalar):
-        return json_value(inner)
+        return converted(inner)
     if types.is_nested(kind):
-        return [json_value(element) for element in value.values]
+        return [converted(element) for element in value.values]
     if types.is_floating(kind):
-        return float(value.as_py()) if math.isfinite(value.as_py()) else None
+        number = float(value.as_py())
+        return number if math.isfinite(number) or not finite else None
     if types.is_duration(kind):
         return value.value
     if types.is_interval(kind):
@@ -99,6 +101,8 @@ def _plain(value: Any) -> Any:
 
 
 to_json = json.JSONEncoder(ensure_ascii=False, default=json_value).encode
+# Differs between any two values of a type.
+exact_json = json.JSONEncoder(ensure_ascii=False, default=partial(json_value, finite=False)).encode
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from transferry.runtime.engine.result import RowError
 from transferry.runtime.engine.tasks.task import Layout
 from transferry.runtime.errors import InputError, from_extra
 from transferry.runtime.io.lines import MOST_LINE, LongLine
-from transferry.runtime.jobs.formats.cells import has_nul, to_json
+from transferry.runtime.jobs.formats.cells import exact_json, has_nul, to_json
 from transferry.runtime.jobs.formats.detection import Dialect
 from transferry.runtime.jobs.formats.pages import require_small_pages
 from transferry.runtime.jobs.formats.remote_file import RemoteFile, Source
@@ -280,7 +280,7 @@ def _long(row: Any) -> Iterator[tuple[Fields | RowError, bytes]]:
 def _short(batch: Any) -> Iterator[tuple[Fields | RowError, bytes]]:
     for values in zip(*map(_values, batch.columns), strict=True):
         fields = dict(zip(batch.schema.names, values, strict=True))
-        raw = to_json(values).encode()
+        raw = exact_json(values).encode()
         if b"\\u0000" in raw and has_nul(fields):
             yield RowError("malformed", "found a NUL in a text"), raw
         else:

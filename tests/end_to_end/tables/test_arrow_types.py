@@ -4,6 +4,7 @@ Values are compared with those that pyarrow reads from its own files, as JSON ma
 """
 
 import base64
+import contextlib
 import csv
 import datetime
 import decimal
@@ -269,6 +270,41 @@ def test_columns_of_any_type(tmp_path: Path) -> None:
         passed += 1
         require_same(table, out)
     assert passed > TRIALS / 2
+
+
+def near(draw: Draw, kinds: list[tuple[Any, list[Any]]]) -> Any:
+    """A table of one row, often unlike another one only in a value, its type or its metadata."""
+    kind, values = draw.choice(kinds)
+    held = pyarrow.array([draw.choice([*values, None])], kind)
+    if draw.random() < 0.7:
+        held = pyarrow.ListArray.from_arrays(pyarrow.array([0, 1], "int32"), held)
+    nullable = held.null_count > 0 or draw.random() < 0.9
+    fields = [("text", pyarrow.string()), pyarrow.field("n", held.type, nullable=nullable)]
+    metadata = {"of": draw.choice("aaaaaaab")}
+    return pyarrow.table([["x"], held], schema=pyarrow.schema(fields, metadata))
+
+
+def test_another_table_is_noticed(tmp_path: Path) -> None:
+    """The output is of the table that is there, or the job says that it has changed."""
+    draw, told = random.Random(3), 0
+    for trial in range(TRIALS):
+        source = tmp_path / f"{trial}.parquet"
+        out = source.with_suffix(draw.choice([".out.parquet", ".jsonl"]))
+        known = [*SIMPLE[10:30], *[(pyarrow.float64(), [math.nan])] * 20]
+        kinds = [draw.choice(known)] * 5 + draw.sample(known, 1)
+        for _ in range(2):
+            parquet.write_table(near(draw, kinds), source)
+            with contextlib.suppress(UsageError):
+                Job(Echo(), source, out, JobOptions(column=("text",))).run()
+                continue
+            told += 1
+            out.unlink()
+            Job(Echo(), source, out, JobOptions(column=("text",), force=True)).run()
+        fresh = source.with_name(f"fresh{out.suffix}")
+        Job(Echo(), source, fresh, JobOptions(column=("text",), force=True)).run()
+        assert out.read_bytes() == fresh.read_bytes()
+        fresh.unlink()
+    assert TRIALS > told > TRIALS / 3
 
 
 def test_fields_of_one_name_stay(tmp_path: Path) -> None:
