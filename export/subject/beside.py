@@ -7,6 +7,7 @@ its tokenizer, labels, pooling and generation settings must be the reference's.
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 from transferry.build_model.importing.huggingface.importer import read_pretrained
 from transferry.build_model.importing.imported import Imported
-from transferry.runtime.errors import InputError
+from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.io.documents import read_document
 from transferry.runtime.io.folders import is_checkpoint, temporary_folder
 from transferry.runtime.proof.report import Claim
@@ -121,22 +122,38 @@ def beside_graphs(graphs: Path, reference: Path, texts: Sequence[str]) -> Beside
 def compared_texts(
     found: AnyTokenizer, expected: AnyTokenizer, texts: Sequence[str]
 ) -> tuple[int, list[str]]:
-    """Encodes texts and the text of each token; returns their number and the differences."""
-    pieces = (expected.decode([token]) for token in range(expected.vocabulary_size))
-    whole = [text for text in dict.fromkeys([*texts, *pieces]) if text]
-    problems = []
+    """Encodes texts, the text of each token and special tokens, and decodes each token.
+
+    Returns the number of texts, and the differences. The tokenizers read special tokens from then
+    on, as those of transformers do.
+    """
+    pieces, given = (
+        {f"text of id {token}": each.decode([token]) for token in range(each.vocabulary_size)}
+        for each in (expected, found)
+    )
+    whole = [text for text in dict.fromkeys([*texts, *pieces.values()]) if text]
+    problems = _differences(given, pieces)
     if type(found) is type(expected):
         theirs, ours = (
             {f"id of {piece!r}": token for piece, token in each.vocabulary().items()}
             for each in (found, expected)
         )
-        problems = _differences(theirs, ours)
+        problems += _differences(theirs, ours)
     rows = zip(_encoded(found, whole), _encoded(expected, whole), strict=True)
     for number, (text, (ids, wanted)) in enumerate(zip(whole, rows, strict=True)):
         if ids != wanted:
             kind = f"text {number + 1}" if number < len(texts) else "token"
             problems.append(f"{kind} {text[:40]!r} is {ids[:8]}, the reference has {wanted[:8]}")
-    return len(whole), problems
+    theirs, ours = map(_special, (found, expected))
+    return len(whole), [*problems, *_differences(theirs, ours)]
+
+
+def _special(tokenizer: AnyTokenizer) -> dict[str, Any]:
+    """Returns how the special tokens of a tokenizer are read in texts, by their text."""
+    with suppress(UsageError):  # a kind that knows none
+        tokenizer.read_special_tokens()
+    texts = [f"a {each} a{each}a" for each in tokenizer.special_texts()]
+    return dict(zip(texts, _encoded(tokenizer, texts), strict=True))
 
 
 def _encoded(tokenizer: AnyTokenizer, texts: Sequence[str]) -> list[list[int]]:
@@ -159,12 +176,13 @@ def _facts(imported: Imported) -> dict[str, Any]:
         if not name.startswith(CONFIG)  # replaced by those of the other file
     }
     chat = imported.tokenizer.chat
+    named = {} if chat is None else asdict(chat)
     return {
         **{f"model: {name}": value for name, value in asdict(imported.config).items()},
         **{f"head: {name}": value for name, value in head.items()},
         **{f"generation: {name}": value for name, value in generation.items()},
         **{f"special tokens: {k}": v for k, v in asdict(imported.tokenizer.special).items()},
-        "chat template": None if chat is None else chat.source,
+        **{f"chat template: {name}": value for name, value in named.items()},
     }
 
 

@@ -153,7 +153,7 @@ function encodePair(first, second, tokenizer, { positions: most, longRows }) {
  * Returns the lengths to which two texts are cut: the longer one down to the other's first, as
  * truncation "longest_first" of Hugging Face's tokenizers (`truncate_encodings`).
  */
-export function longestFirst(left, right, room) {
+function longestFirst(left, right, room) {
   let [short, long] = [Math.min(left, right), Math.max(left, right)];
   long = Math.min(long, Math.max(short, room - short));
   if (short + long > room) {

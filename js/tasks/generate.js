@@ -169,7 +169,7 @@ async function* answerText(engine, text, options, how) {
 }
 
 /** Returns the lines of a text that are not blank, and the text around each; none of one line. */
-export function cutLines(text) {
+function cutLines(text) {
   const parts = text.split(/(\r\n?|\n)/);
   const lines = [];
   const around = [[]];

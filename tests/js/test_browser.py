@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -91,6 +94,54 @@ def test_a_long_text_is_answered_by_sentence(
         browser.open(f"{url}writer/")
         assert browser.answer("the cat " * 1500) == ""
         assert "shorten or split the text" in browser.status()
+    assert browser.errors == []
+
+
+def _with(bundle: Path, folder: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+    """Returns a copy of a bundle with another manifest."""
+    shutil.copytree(bundle, folder)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    change(manifest)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return folder
+
+
+def test_long_lines_are_joined_where_the_model_reads_them_whole(
+    tmp_path: Path, bundle_folder: Path, browser: Chromium
+) -> None:
+    whole = _with(
+        bundle_folder, tmp_path / "whole", lambda made: made["generation"].update(split_lines=False)
+    )
+    write_site(whole, tmp_path / "site", webgpu=False)
+    with served(tmp_path / "site") as url:
+        browser.open(url)
+        assert browser.answer("the cat\n" * 60)
+        assert "Answered in pieces" in browser.status()
+    assert browser.errors == []
+
+
+def test_the_page_is_used_by_keyboard(
+    tmp_path: Path, ranker_bundle_folder: Path, browser: Chromium
+) -> None:
+    numbers = _with(
+        ranker_bundle_folder,
+        tmp_path / "numbers",
+        lambda made: made["head"].update(probabilities="none"),
+    )
+    write_site(numbers, tmp_path / "site", webgpu=False)
+    with served(tmp_path / "site") as url:
+        browser.open(url)
+        browser.evaluate("document.getElementById('input').value = 'a cat'")
+        for key, code, text in (("Tab", 9, ""), ("Enter", 13, "\r")):
+            pressed = {"key": key, "windowsVirtualKeyCode": code, "text": text}
+            for kind in ("keyDown", "keyUp"):
+                browser.call("Input.dispatchKeyEvent", type=kind, **pressed)
+        browser.until("document.getElementById('output').textContent !== ''")
+        browser.until("document.body.dataset.state === 'ready'")
+        assert browser.evaluate("document.activeElement.id") == "go"
+        # A number has no likeliest label, which was an empty line.
+        output = browser.evaluate("document.getElementById('output').textContent")
+        assert output.endswith("  LABEL_0") and "\n" not in output
     assert browser.errors == []
 
 
