@@ -255,14 +255,24 @@ _HEAD = 64  # bytes that tell what a file is
 
 
 class _Pieces(io.RawIOBase):
-    """A stream of pieces of bytes, made as they are read."""
+    """A stream of pieces of bytes, made as they are read; `source` is closed with it."""
 
-    def __init__(self, pieces: Iterator[bytes]) -> None:
-        # Whole where a packed file begins with short members: `peek` reads once.
+    def __init__(self, pieces: Iterator[bytes], source: io.BufferedReader | None = None) -> None:
+        # Whole where a file begins with short members, or a pipe with few bytes: `peek` reads once.
         head = b""
         while len(head) < _HEAD and (piece := next(pieces, None)) is not None:
             head += piece
-        self._pieces, self._ready = pieces, memoryview(head)
+        self._pieces, self._ready, self._source = pieces, memoryview(head), source
+
+    @classmethod
+    def of_pipe(cls, file: io.BufferedReader) -> io.BufferedReader:
+        """Returns a pipe whose first bytes are there together."""
+        return io.BufferedReader(cls(iter(partial(file.read1, 1 << 16), b""), file))
+
+    def close(self) -> None:
+        if self._source is not None:
+            self._source.close()
+        super().close()
 
     def readable(self) -> bool:
         return True
@@ -424,10 +434,10 @@ def open_stream(path: Path | str | Stored) -> AbstractContextManager[io.Buffered
                 "standard input: cannot be read: it is closed. Pipe text into the command, or name "
                 "a file."
             )
-        return io.BufferedReader(cast(io.RawIOBase, sys.stdin.buffer))
+        return _Pieces.of_pipe(cast(io.BufferedReader, sys.stdin.buffer))
     with contextlib.suppress(ValueError):  # a NUL; `open` reports it
         if Path(path).is_fifo():
-            return _open_pipe(Path(path))
+            return _Pieces.of_pipe(_open_pipe(Path(path)))
     try:
         return Path(path).open("rb")
     except ValueError as error:

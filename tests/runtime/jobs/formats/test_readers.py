@@ -1,14 +1,18 @@
 """Every row of every format comes out once, in its place, whatever is wrong with it."""
 
+import bz2
 import contextlib
 import encodings.aliases
 import gzip
 import io
+import itertools
 import json
+import lzma
 import os
 import re
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -276,6 +280,25 @@ def test_a_pipe_is_read_once(tmp_path: Path, name: str, head: bytes, row: bytes)
     writer.start()
     assert texts(pipe) == wanted
     writer.join()
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress, bz2.compress, lzma.compress, PACK[".zst"]])
+def test_a_pipe_may_begin_slowly(tmp_path: Path, pack: Any) -> None:
+    """A byte order mark and the mark of a packed file count also where they come in two parts."""
+    for encoding, first in itertools.product(("utf-8-sig", "utf-16", "utf-32"), (1, 3, 9)):
+        content, pipe = pack("eins\nzwei\n".encode(encoding)), tmp_path / f"{encoding}{first}.txt"
+        os.mkfifo(pipe)
+
+        def write(pipe: Path = pipe, parts: Any = (content[:first], content[first:])) -> None:
+            with pipe.open("wb", buffering=0) as file:
+                for part in parts:
+                    file.write(part)
+                    time.sleep(0.05)
+
+        writer = threading.Thread(target=write)
+        writer.start()
+        assert texts(pipe) == ["eins", "zwei"]
+        writer.join()
 
 
 def test_every_encoding_reads_or_refuses(tmp_path: Path) -> None:
