@@ -136,6 +136,7 @@ class Answers:
             "classify": engine.classify,
             "tag": engine.tag,
             "rank": lambda texts: engine.rank(pairwise(texts)),
+            "answer": lambda texts: engine.answer(pairwise(texts)),
             "fill-mask": lambda texts: engine.fill_mask(_masked(text) for text in texts),
             "score": lambda texts: engine.score(_pairs(engine, texts)),
         }

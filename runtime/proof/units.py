@@ -12,6 +12,7 @@ from transferry.runtime.decoding.logits import BLOCK_ENTRIES, log_sum_exp
 
 # Rank of a logit near the best, and how many times its distance a unit has at most; `logit_units`.
 NEAR, NEAR_TIMES = 16, 4.0
+EQUAL = 2.0**-44  # share of a logit that rounding of its sum in float64 explains
 # Positions that measure the scale of a channel, and channels that measure torch's error.
 SAMPLE = 1024
 # Of 3/4 of the entries and of 9/10 of the errors to about the largest of a thousand, if these are
@@ -30,8 +31,8 @@ def logit_units(logits: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
     """Returns the unit of the errors of logits `[..., vocabulary]` by position `[...]`, in nats.
 
     It is the distance from the best logit to the median, at most 4 times that to the 16th best: one
-    bias of -1e4, or one on most of the vocabulary, does not change it. 1 where all logits are
-    equal.
+    bias of -1e4, or one on most of the vocabulary, does not change it. 1 where these logits are
+    equal, but for rounding in float64.
     """
     vocabulary = logits.shape[-1]
     middle = (vocabulary - 1) // 2
@@ -40,7 +41,7 @@ def logit_units(logits: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
     close, median = ordered[..., near], ordered[..., middle]
     best = ordered[..., near:].max(axis=-1)
     units: NDArray[np.float64] = np.minimum(best - median, NEAR_TIMES * (best - close))
-    return np.where(units > 0, units, 1.0).astype(np.float64)
+    return np.where(units > EQUAL * np.abs(best), units, 1.0).astype(np.float64)
 
 
 def logit_errors(

@@ -372,3 +372,6 @@ def test_errors_of_logits_are_those_of_log_probabilities_by_position() -> None:
 
 def test_equal_logits_have_the_unit_1() -> None:
     assert logit_units(np.zeros((2, 9))).tolist() == [1.0, 1.0]
+    rounded = 3.0 + np.arange(40) * 2.0**-51  # in float64, by the order of its sums
+    assert logit_units(rounded[None]).tolist() == [1.0]
+    assert logit_units(rounded[None] + 2 * np.eye(1, 40)).tolist() == [pytest.approx(2)]
