@@ -24,7 +24,7 @@ from transferry.export.checks.numbers import (
 )
 from transferry.export.checks.texts import given_answers
 from transferry.export.oracle.cases import many_rows, random_case, sizes
-from transferry.export.oracle.oracle import SHAKES, SINGLE, Oracle
+from transferry.export.oracle.oracle import MORE_SHAKES, SHAKES, SINGLE, Oracle
 from transferry.export.subject.layout import GraphFile, Layout
 from transferry.export.subject.subject import OpenedModel
 from transferry.runtime.bundle.bundle import Bundle
@@ -189,6 +189,30 @@ def test_a_walk_batches_and_text_are_compared_with_several_roundings(
     assert {item.tensor for item in found if item.fault} == ({"logits"} if units > 30 else set())
 
 
+@pytest.mark.parametrize(("units", "fails"), [(300, False), (3_000_000, True)])
+def test_what_is_near_its_limit_is_compared_with_many_roundings(
+    units: int, fails: bool, oracle: Oracle
+) -> None:
+    class Seldom(Oracle):
+        """torch whose error shows in the last of many roundings."""
+
+        def sides(self, case: Case, shakes: int = 0) -> tuple[list[Tensors], float]:
+            sides, least = super().sides(case, min(shakes, SHAKES))
+            moved = {**sides[0], "logits": rounded(sides[0]["logits"], units)}
+            return [*sides, *[moved] * (shakes == MORE_SHAKES)], least
+
+    seldom = Seldom(**{each.name: getattr(oracle, each.name) for each in fields(oracle)})
+    case = random_case(oracle.config, 3, 5, 2, seed=7)
+    found = dict(observe(oracle.reference, case))
+    found["logits"] = rounded(found["logits"], units)
+    assert any(item.fault for item in seldom.compared(case, found)) == fails
+
+
+def rounded(logits: Any, units: int) -> Any:
+    """Logits, every second one off by so many float32 epsilons."""
+    return logits * (1 + np.resize([0, units * 2.0**-23], logits.shape))
+
+
 def test_only_what_is_not_near_torch_is_measured_in_float64(oracle: Oracle) -> None:
     case = random_case(oracle.config, 3, 5, 2, seed=7)
     honest = observe(oracle.reference, case)
@@ -204,7 +228,7 @@ def test_only_what_is_not_near_torch_is_measured_in_float64(oracle: Oracle) -> N
     assert not asked
     # torch's own error, and so the limit, depends on the processor.
     name, place = "cross.0.keys", (1, 0, 0, 0)
-    small, large = (limit_at(oracle, case, name, place, shakes) for shakes in (0, SHAKES))
+    small, large = (limit_at(oracle, case, name, place, shakes) for shakes in (0, MORE_SHAKES))
     for error, fault in ((1.05 * large, True), (np.nan, True), (0.95 * small, False)):
         cross = honest[name].copy()
         cross[place] = oracle.truth(case).oracle[name][place] + error
@@ -216,10 +240,10 @@ def test_only_what_is_not_near_torch_is_measured_in_float64(oracle: Oracle) -> N
     moved = honest[name] + (moved - honest[name]) * 5.9 * LEAST / near.largest_error(moved)
     items = watched.compared(case, {**honest, name: moved.astype(np.float32)})
     assert 5 < worst_ratio(items, oracle.tolerance) <= NEAR
-    assert asked == [case] * 5  # faults twice; the last comparison is near torch
+    assert asked == [case] * 6  # a fault near its limit thrice, NaN twice; the last is near torch
     alone = replace(random_case(oracle.config, 1, 5, 2, seed=7), measured=True)
     watched.compared(alone, observe(oracle.reference, alone))
-    assert asked[5:] == [alone]  # for torch's own error
+    assert asked[6:] == [alone]  # for torch's own error
 
 
 def test_only_scores_not_near_torch_are_measured_in_float64(
