@@ -122,38 +122,34 @@ def beside_graphs(graphs: Path, reference: Path, texts: Sequence[str]) -> Beside
 def compared_texts(
     found: AnyTokenizer, expected: AnyTokenizer, texts: Sequence[str]
 ) -> tuple[int, list[str]]:
-    """Encodes texts, the text of each token and special tokens, and decodes each token.
+    """Encodes texts and the text of each token; returns their number and the differences.
 
-    Returns the number of texts, and the differences. The tokenizers read special tokens from then
-    on, as those of transformers do.
+    Tokenizers of one kind also decode each token, and read special tokens in texts from then on.
     """
-    pieces, given = (
-        {f"text of id {token}": each.decode([token]) for token in range(each.vocabulary_size)}
-        for each in (expected, found)
-    )
-    whole = [text for text in dict.fromkeys([*texts, *pieces.values()]) if text]
-    problems = _differences(given, pieces)
-    if type(found) is type(expected):
-        theirs, ours = (
-            {f"id of {piece!r}": token for piece, token in each.vocabulary().items()}
-            for each in (found, expected)
-        )
-        problems += _differences(theirs, ours)
+    pieces = (expected.decode([token]) for token in range(expected.vocabulary_size))
+    whole = [text for text in dict.fromkeys([*texts, *pieces]) if text]
     rows = zip(_encoded(found, whole), _encoded(expected, whole), strict=True)
+    problems = []
     for number, (text, (ids, wanted)) in enumerate(zip(whole, rows, strict=True)):
         if ids != wanted:
             kind = f"text {number + 1}" if number < len(texts) else "token"
             problems.append(f"{kind} {text[:40]!r} is {ids[:8]}, the reference has {wanted[:8]}")
-    theirs, ours = map(_special, (found, expected))
-    return len(whole), [*problems, *_differences(theirs, ours)]
+    if type(found) is type(expected):
+        problems = [*_differences(_table(found), _table(expected)), *problems]
+    return len(whole), problems
 
 
-def _special(tokenizer: AnyTokenizer) -> dict[str, Any]:
-    """Returns how the special tokens of a tokenizer are read in texts, by their text."""
+def _table(tokenizer: AnyTokenizer) -> dict[str, Any]:
+    """Returns the id of each token and its text, and how special tokens are read in texts."""
+    size = tokenizer.vocabulary_size
+    found: dict[str, Any] = {
+        f"id of {piece!r}": token for piece, token in tokenizer.vocabulary().items()
+    }
+    found |= {f"text of id {token}": tokenizer.decode([token]) for token in range(size)}
     with suppress(UsageError):  # a kind that knows none
         tokenizer.read_special_tokens()
     texts = [f"a {each} a{each}a" for each in tokenizer.special_texts()]
-    return dict(zip(texts, _encoded(tokenizer, texts), strict=True))
+    return found | dict(zip(texts, _encoded(tokenizer, texts), strict=True))
 
 
 def _encoded(tokenizer: AnyTokenizer, texts: Sequence[str]) -> list[list[int]]:

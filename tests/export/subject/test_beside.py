@@ -97,6 +97,18 @@ FAULTS: dict[str, tuple[str, str, Change, str]] = {
     "two ids": ("llama", "tokenizer.json", lambda t: swapped(t["model"]["vocab"], -2, -1), "token"),
     "two ids of GPT-2": ("gpt2", "vocab.json", lambda t: swapped(t, -2, -1), "tokenizer"),
     "two pieces": ("marian", "vocab.json", lambda t: swapped(t, 9, 10), "tokenizer"),
+    "two pieces of targets": (
+        *("marian", "vocab.json", lambda t: t.update(St=t["Ze"], Ze=t["St"])),
+        "tokenizer",
+    ),
+    "blanks before a special token": (
+        *("llama", "tokenizer.json", lambda t: t["added_tokens"][1].update(lstrip=True)),
+        "tokenizer",
+    ),
+    "token of the template": (
+        *("llama", "tokenizer_config.json", lambda c: c.update(bos_token="</s>")),
+        "tokenizer",
+    ),
     "end token": ("gpt2", "config.json", lambda c: c.update(eos_token_id=3), "labels"),
     "end of an answer": ("llama", GENERATION, lambda c: c.update(eos_token_id=7), "labels"),
     "beams": ("marian", GENERATION, lambda c: c.update(num_beams=7), "generation"),
