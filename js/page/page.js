@@ -18,10 +18,13 @@ for (const line of site.standing) {
 }
 
 function show(status, busy = running) {
+  // A button that is disabled or hidden would lose the focus.
+  const focused = [at("go"), at("stop")].includes(document.activeElement);
   at("status").textContent = status;
   running = busy;
   at("go").disabled = busy;
   at("stop").hidden = !busy;
+  if (focused) at(busy ? "stop" : "go").focus();
   document.body.dataset.state = busy ? "running" : "ready";
 }
 

@@ -52,7 +52,8 @@ async function isStopped() {
 async function generate(model, text) {
   const { tokenizer } = model.bundle;
   const isLong = (line) => tokenizer.special.wrap(tokenizer.encode(line)).length > model.positions;
-  const splits = model.decoder.hasEncoder && text.split(/\r\n?|\n/).some(isLong);
+  const byLine = model.options(site.generation).split_lines ?? true;
+  const splits = model.decoder.hasEncoder && (byLine ? text.split(/\r\n?|\n/) : [text]).some(isLong);
   const [values, longRows] = splits ? [{ ...site.generation, n_best: 1 }, "split"] : [site.generation, "error"];
   const steps = model.stream(text, values, { longRows });
   let step;
@@ -82,6 +83,7 @@ async function answerLines(model, text) {
   const { template = [] } = model.bundle.manifest.head ?? {};
   const joins = template.length > 0 || model.bundle.tokenizer.special.joinsPairs;
   const ranks = site.method === "rank" && joins && others.length > 0;
+  if (template.length && !ranks) return void say({ failed: site.input });
   const method = site.method === "rank" && !ranks ? "classify" : site.method;
   const compares = ranks || (method === "embed" && others.length > 0);
   const rows = ranks ? others.map((other) => [first, other]) : lines.length ? lines : [text];
@@ -116,7 +118,7 @@ function likenesses([{ vector: query }, ...others]) {
 function shown(record) {
   if (record.error) return [[record.error.message]];
   if (record.vector) return [[Array.from(record.vector, single).join(" ")]];
-  if (record.scores) return [[record.label], ...record.scores.map(labelled)];
+  if (record.scores) return [...(record.label ? [[record.label]] : []), ...record.scores.map(labelled)];
   if (record.tags) return record.tags.length ? record.tags.map(labelled) : [["No entity"]];
   const masks = record.masks.flatMap((candidates, place) => [["\nMask " + (place + 1)], ...candidates.map(candidate)]);
   return [[record.text], ...masks];
