@@ -1,6 +1,7 @@
 """Writes js/schema.js, the types of a bundle's documents as Python declares them: `make docs`."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +13,7 @@ from transferry.runtime.bundle.specs import ANSWERS, GRAPHS, IN_PLACE
 from transferry.runtime.io.documents import MOST_JSON
 from transferry.runtime.tokenizer.chat import REASONING, RESERVED
 from transferry.runtime.tokenizer.chat_worker import ROLES
-from transferry.runtime.tokenizer.special_tokens import SpecialTokens
+from transferry.runtime.tokenizer.special_tokens import NEEDED, SpecialTokens
 
 PAGE = Path(__file__).parent.parent / "js" / "schema.js"
 Id = Annotated[int, Meta(ge=0, le=1 << 28)]
@@ -42,11 +43,17 @@ def _plain(schema: Any, inside: str = "") -> Any:
     return made
 
 
+def _one_of(names: Iterable[str]) -> dict[str, str]:
+    return {"pattern": f"^({'|'.join(names)})$"}
+
+
 def page() -> str:
     """Returns the module."""
     kinds = (Manifest, ModelLimits, TokenizerSettings)
     _, found = msgspec.json.schema_components(kinds, ref_template="{name}")
     schemas = {name: _plain(schema, name) for name, schema in found.items()}
+    special = schemas["SpecialTokens"]
+    special |= {"required": sorted(NEEDED), "propertyNames": _one_of(special["properties"])}
     constants = {
         "FORMAT": FORMAT,
         "MOST_JSON": MOST_JSON,

@@ -6,11 +6,13 @@ import test from "node:test";
 
 import { Bundle, Engine } from "../node.js";
 import { parseManifest } from "../manifest.js";
+import { parse } from "../document.js";
 import { encodeChat } from "../tokenizer/chat.js";
+import { openTokenizer, tokenizerFiles } from "../tokenizer/tokenizer.js";
 import { installed } from "./onnxruntime.js";
 
 const path = process.env.TRANSFERRY_CASES;
-const cases = path ? JSON.parse(readFileSync(path, "utf8")) : { answers: [], ids: [], refused: [], chats: [], manifests: [] };
+const cases = path ? JSON.parse(readFileSync(path, "utf8")) : { answers: [], ids: [], refused: [], chats: [], manifests: [], settings: [] };
 // Of a text, its sentences as Python's sentencex finds them.
 const sentences = await sentencex();
 const NONE = path ? false : "TRANSFERRY_CASES names no file; tests/js writes one";
@@ -187,5 +189,18 @@ test("manifests are refused as in Python", { skip: NONE }, () => {
     }
     assert.equal(found === null, message === null, `${found}, expected ${message}: ${text}`);
     if (message?.startsWith("manifest.json: ")) assert.equal(found, message, text);
+  }
+});
+
+test("settings of tokenizers are refused as in Python", { skip: NONE }, () => {
+  for (const { bundle, text, sample, ids, refused } of cases.settings) {
+    const encode = () => {
+      const settings = parse(new TextEncoder().encode(text), "tokenizer.json");
+      const files = tokenizerFiles(settings).map((name) => [name, new Uint8Array(readFileSync(`${bundle}/${name}`))]);
+      const tokenizer = openTokenizer(settings, Object.fromEntries(files));
+      return tokenizer.special.wrap(tokenizer.encode(sample));
+    };
+    if (ids) assert.deepEqual(encode(), ids, text);
+    else assert.throws(encode, ({ name }) => ["InputError", "UsageError"].includes(name), `${refused}: ${text}`);
   }
 });

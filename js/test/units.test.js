@@ -276,7 +276,7 @@ test("a tokenizer of a kind that is not known needs one that is passed", () => {
 });
 
 test("a text of any length has ids, beside special tokens too", () => {
-  const special = { pad_id: 0, bos_id: 1, eos_id: 2, before: [], after: [2], texts: { "</s>": 2 } };
+  const special = { pad_id: 0, bos_id: 1, eos_id: 2, mask_id: null, before: [], after: [2], texts: { "</s>": 2 } };
   const settings = { format_version: 1, kind: "other", special, vocabulary_size: 9 };
   const opened = openTokenizer(settings, {}, { encode: (text) => Array(text.length).fill(5), decode: () => "" });
   opened.readSpecialTokens();

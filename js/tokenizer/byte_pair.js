@@ -25,7 +25,7 @@ export class BytePairTokenizer extends TextTokenizer {
   constructor(settings, [content], special) {
     super();
     this.special = special;
-    this.first = settings.first_ordinary_id;
+    this.first = settings.first_ordinary_id ?? Math.max(...special.ids) + 1;
     this.#pattern = translate(settings.pattern);
     for (const [number, line] of lines(content)) this.#add(line, number);
     this.#kept = settings.kept_ranks ?? this.#tokens.map((_, rank) => rank);
@@ -33,11 +33,21 @@ export class BytePairTokenizer extends TextTokenizer {
       if (!(rank in this.#tokens)) {
         throw new InputError(`${RANKS} has no rank ${rank}; export the bundle again`);
       }
+      if (place && rank <= this.#kept[place - 1]) {
+        throw new InputError("tokenizer.json: expected the kept ranks in ascending order; export the bundle again");
+      }
       this.#ids.set(rank, this.first + place);
     });
-    const largest = Math.max(...special.ids, ...special.ends);
-    const ordinary = this.first + this.#kept.length;
-    this.vocabularySize = settings.vocabulary_size ?? Math.max(ordinary, largest + 1);
+    const end = this.first + this.#kept.length;
+    const taken = [...special.ids].find((id) => this.first <= id && id < end);
+    if (taken !== undefined) {
+      throw new InputError(`tokenizer.json: expected special ids outside of ${this.first} to ${end - 1}, found ${taken}; export the bundle again`);
+    }
+    const least = Math.max(end, ...[...special.ids, ...special.ends].map((id) => id + 1));
+    this.vocabularySize = settings.vocabulary_size ?? least;
+    if (this.vocabularySize < least) {
+      throw new InputError(`tokenizer.json: expected a vocabulary of at least ${least} ids, found ${this.vocabularySize}; export the bundle again`);
+    }
     /** Bytes of the longest token, which bounds its characters. */
     this.longestToken = this.#kept.reduce((most, rank) => Math.max(most, this.#tokens[rank].length), 0);
     for (let byte = 0; byte < 256; byte++) {

@@ -14,6 +14,7 @@ import { SpecialTokens, TextTokenizer } from "./text_tokenizer.js";
 
 const FORMAT = 1;
 const PAIR = ["source.spm", "target.spm", "vocab.json"];
+const OF_RANKS = ["name", "pattern", "first_ordinary_id", "kept_ranks"];
 const KINDS = {
   tiktoken: [BytePairTokenizer, ["ranks.tiktoken"]],
   tokenizers: [HuggingFaceTokenizer, ["huggingface.json"]],
@@ -52,16 +53,20 @@ export function tokenizerFiles(settings) {
  * @param {{encode(text: string): number[], decode(ids: number[]): string}} [other] replaces it
  */
 export function openTokenizer(settings, contents, other) {
+  const bytePair = (settings.kind ?? "tiktoken") === "tiktoken";
+  const missing = (bytePair ? OF_RANKS : ["vocabulary_size"]).find((name) => !Object.hasOwn(settings, name));
+  if (missing) throw new InputError(`tokenizer.json: expected the key ${missing}; export the bundle again`);
   check(settings, "TokenizerSettings", "tokenizer.json");
   const special = new SpecialTokens(settings.special);
   if (other) return new OtherTokenizer(settings, special, other);
   const [Tokenizer, names] = kindOf(settings);
-  if (Tokenizer === BytePairTokenizer && !(settings.pattern && settings.first_ordinary_id >= 0)) {
-    throw new InputError("tokenizer.json: there is no pattern or no first_ordinary_id; export the bundle again");
-  }
   const files = names.map((name) => contents[name]);
   try {
     const made = new Tokenizer(settings, files, special);
+    const largest = Math.max(...special.ids, ...special.ends);
+    if (!(largest < made.vocabularySize)) {
+      throw new InputError(`tokenizer.json: expected ids below ${made.vocabularySize}, found ${largest}; export the bundle again`);
+    }
     made.decode(tried(made));
     return made;
   } catch (error) {

@@ -28,6 +28,8 @@ from transferry.runtime.tokenizer.chat import (
 FORMAT_VERSION = 1
 PANIC = "PanicException"  # of a library in Rust; no Exception
 SETTINGS_FILE = "tokenizer.json"
+# Fields of special tokens in the first tokenizer.json; others were added since.
+NEEDED = frozenset({"pad_id", "bos_id", "eos_id", "mask_id", "before", "after"})
 
 
 Item = TypeVar("Item")
@@ -420,8 +422,7 @@ def read_settings(folder: Path, read: Callable[[str], bytes] | None = None) -> d
 
 def _special_of(settings: Mapping[str, Any]) -> SpecialTokens:
     special = settings["special"]
-    needed = {"pad_id", "bos_id", "eos_id", "mask_id", "before", "after"}  # others were added since
-    if lacking := needed - special.keys():
+    if lacking := NEEDED - special.keys():
         raise InputError(f"expected the special tokens' {min(lacking)}, found none")
     if unknown := special.keys() - SpecialTokens.__dataclass_fields__.keys():
         raise InputError(f"expected special tokens, found {min(unknown)}")

@@ -115,11 +115,11 @@ def write_cases(
     ids: list[dict[str, Any]],
     refused: Sequence[dict[str, str]] = (),
     chats: Sequence[dict[str, Any]] = (),
-    manifests: Sequence[tuple[str, str | None]] = (),
+    **documents: Sequence[Any],
 ) -> Path:
     """Writes the file that js/test compares.
 
-    It has records, ids, chats, bundles that must be refused, and manifests with Python's errors.
+    It has records, ids, chats, bundles that must be refused, and drawn documents.
     """
 
     def plain(value: object) -> object:
@@ -127,7 +127,7 @@ def write_cases(
         return value.tolist()
 
     cases: dict[str, Any] = {"answers": answers, "ids": ids, "refused": refused, "chats": chats}
-    cases["manifests"] = manifests
+    cases |= {"manifests": (), "settings": (), **documents}
     path.write_text(json.dumps(cases, default=plain))
     return path
 

@@ -1,4 +1,4 @@
-"""Manifests in js/: what Python refuses, js/ refuses, with the same reason."""
+"""Documents of a bundle in js/: refused where Python refuses them, manifests for its reason."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from transferry import Engine
 from transferry.runtime.bundle.bundle import read_manifest
 from transferry.runtime.bundle.manifest import Manifest
 from transferry.runtime.errors import InputError
+from transferry.runtime.tokenizer.byte_pair import load_tokenizer
 
 COUNT = 20_000 if os.environ.get("FUZZ") == "long" else 1500
 # Reasons other than a field of another type, whose names differ.
@@ -57,6 +58,11 @@ def _changed(draw: random.Random, manifest: dict[str, Any]) -> None:
         owner[key] = owner.pop(name)
 
 
+def _text(document: dict[str, Any]) -> str:
+    """Returns JSON in which 1.0 is 1, as JavaScript reads it."""
+    return re.sub(r"(\d)\.0\b", r"\1", json.dumps(document))
+
+
 def _verdict(text: str) -> str | None:
     """Returns why Python refuses a manifest: of another type, only that it does; None if not."""
     try:
@@ -84,8 +90,7 @@ def test_manifests_are_refused_as_in_python(
         manifest = json.loads(draw.choice(sound))
         for _ in range(draw.choice([1, 1, 2])):
             _changed(draw, manifest)
-        # JavaScript has one kind of numbers: 1.0 is 1.
-        texts.append(re.sub(r"(\d)\.0\b", r"\1", json.dumps(manifest)))
+        texts.append(_text(manifest))
     cases = [(text, _verdict(text)) for text in texts]
     reasons = [reason for _, reason in cases if reason]
     assert len({re.sub("'.*?'", "", reason) for reason in reasons}) > 10
@@ -117,3 +122,37 @@ def test_a_graph_has_the_tensors_of_the_manifest(
         {"bundle": str(tmp_path / str(place)), "message": message} for place in range(len(changes))
     ]
     assert "# fail 0" in npm_test(write_cases(tmp_path / "cases.json", [], [], refused))
+
+
+@pytest.mark.optional("node")
+def test_settings_of_a_tokenizer_are_refused_as_in_python(
+    tmp_path: Path, bundle_folder: Path, tagger_bundle_folder: Path
+) -> None:
+    """Special ids that the vocabulary lacks or ordinary tokens have, and missing fields."""
+    draw, sample = random.Random(int(os.environ.get("SEED", "0"))), "the cat 's"
+    cases: list[dict[str, Any]] = []
+    for number in range(COUNT // 5):
+        folder = (bundle_folder, tagger_bundle_folder)[number % 2]
+        settings = json.loads((folder / "tokenizer.json").read_text())
+        _changed(draw, settings)
+        text = _text(settings)
+
+        def read(name: str, folder: Path = folder, text: str = text) -> bytes:
+            return text.encode() if name == "tokenizer.json" else (folder / name).read_bytes()
+
+        ids, refused = None, ""
+        # JavaScript has limits of its own, and true is no number there.
+        if re.search(r'"longest": -|2147483648|9007199254740991|_version": true', text):
+            continue
+        try:
+            tokenizer = load_tokenizer(folder, read)
+            ids = tokenizer.special.wrap(tokenizer.encode(sample))
+        except FileNotFoundError:
+            continue  # of another kind
+        except InputError as error:
+            refused = str(error)
+        case = {"bundle": str(folder), "text": text, "sample": sample}
+        cases.append({**case, "ids": ids, "refused": refused})
+    reasons = {re.sub(r"\d+", "", each["refused"].partition(": ")[2]) for each in cases}
+    assert len(reasons) > 8
+    assert "# fail 0" in npm_test(write_cases(tmp_path / "cases.json", [], [], settings=cases))
