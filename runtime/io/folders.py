@@ -1,8 +1,10 @@
 """Folders that appear whole or not at all, temporary folders, and the kinds of folders."""
 
 import os
+import re
 import shlex
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -10,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from transferry.runtime.errors import InputError
-from transferry.runtime.io.atomic import temporary_name, unwritable
+from transferry.runtime.io.atomic import TEMPORARY, temporary_name, unwritable
 from transferry.runtime.stopping import at_stop
 
 CONFIG = "config.json"
@@ -72,6 +74,8 @@ def _is_config(path: Path) -> bool:
 def staged_folder(out: Path) -> Iterator[Path]:
     """Temporary folder beside `out`, to be filled and renamed; always removed at the end.
 
+    Those that killed processes left for this `out` are removed first: a bundle may be large.
+
     Raises InputError for a full disk, or a place that is not writable.
     """
     folder = temporary_name(out, out.absolute().parent)
@@ -86,12 +90,45 @@ def staged_folder(out: Path) -> Iterator[Path]:
     with at_stop(undo):
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
+            for rest in folder.parent.glob(".*.*.part"):
+                # One without content may be too new to be locked.
+                if _is_for(rest, out) and any(rest.iterdir()):
+                    with _locked(rest) as free:
+                        if free:
+                            shutil.rmtree(rest, ignore_errors=True)
             folder.mkdir()
-            yield folder
+            with _locked(folder):
+                yield folder
         except OSError as error:
             raise unwritable(out, error) from error
         finally:
             undo()
+
+
+def _is_for(folder: Path, out: Path) -> bool:
+    """Whether this is a temporary folder for `out`."""
+    ours = re.fullmatch(TEMPORARY, folder.name) and folder.is_dir()
+    return bool(ours) and folder.stem.rpartition(".")[0] == f".{out.name[:20]}"
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[bool]:
+    """Locks a folder while this process lives, where the system can; tells whether it did."""
+    if sys.platform == "win32":
+        yield False
+        return
+    import fcntl
+
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:  # another process has it, or the file system has no locks
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

@@ -1,0 +1,48 @@
+"""Temporary folders of outputs, and the rests of processes that were killed."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from transferry.runtime.io.folders import staged_folder
+
+
+def begin(out: Path) -> int:
+    """Begins to fill a temporary folder for `out` in another process, which then waits."""
+    read, write = os.pipe()
+    if (process := os.fork()) == 0:
+        with staged_folder(out) as folder:
+            (folder / "weights.bin").touch()
+            os.write(write, b"1")
+            signal.alarm(20)  # a test that fails does not kill it
+            signal.pause()
+    os.read(read, 1)
+    for end in (read, write):
+        os.close(end)
+    return process
+
+
+def kill(process: int) -> None:
+    os.kill(process, signal.SIGKILL)
+    os.waitpid(process, 0)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+def test_rests_of_killed_processes_are_removed(tmp_path: Path) -> None:
+    out, mine = tmp_path / "bundle", tmp_path / ".bundle.notes.part"
+    mine.mkdir()
+    (mine / "notes").touch()
+    kill(begin(tmp_path / "bundles"))
+    kept = {*tmp_path.iterdir()}
+    kill(begin(out))
+    assert len({*tmp_path.iterdir()} - kept) == 1
+    alive = begin(out)
+    (filled,) = {*tmp_path.iterdir()} - kept
+    with staged_folder(out):
+        assert filled.exists()
+    kill(alive)
+    with staged_folder(out) as folder:
+        assert {*tmp_path.iterdir()} == {*kept, folder}
+    assert {*tmp_path.iterdir()} == kept
