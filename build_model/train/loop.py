@@ -175,7 +175,9 @@ class Trainer:
             begun()
             checkpoint.save_config(self.folder, self.model.config, self.config)
         self.process.wait()
-        metrics = Metrics(self.folder, self.progress.step) if leader else None
+        metrics = None
+        if leader:
+            metrics = Metrics(self.folder, self.progress.step, self.progress.scores)
         with self._signals(), freed_memory_kept():
             self._loop(metrics)
             if self.progress.step not in self.progress.scores:
@@ -385,10 +387,13 @@ class Trainer:
         progress.scores[progress.step] = score.item()
         self._save_state()
         if metrics:
-            # After the state is saved: it must never name weights that are gone.
-            kept = {progress.best, *sorted(progress.scores)[-self.config.average :]}
-            for step in progress.scores.keys() - kept:
-                self._weights(step).unlink(missing_ok=True)
+            self._drop_weights()
+
+    def _drop_weights(self) -> None:
+        """Removes weights that no average needs, after the state is saved, which names the rest."""
+        scores = self.progress.scores
+        for step in scores.keys() - {self.progress.best, *sorted(scores)[-self.config.average :]}:
+            self._weights(step).unlink(missing_ok=True)
 
     def _save_state(self) -> None:
         if self.process.rank:
@@ -448,6 +453,7 @@ class Trainer:
 
     def _finish(self, metrics: Metrics) -> Evaluation:
         """Writes the averaged or the best single checkpoint as the model, whichever is better."""
+        self._drop_weights()  # after a kill that came before it
         progress = self.progress
         last = sorted(progress.scores)[-self.config.average :]
         candidates = {

@@ -1,6 +1,7 @@
 """Training log: metrics.jsonl with one JSON object per line, and a plot of it."""
 
 import json
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,11 @@ class Metrics:
     """Appends records to CHECKPOINT/metrics.jsonl.
 
     After a kill the file may be ahead of the saved state or end in half a line. Opening it at
-    `step` drops later records and earlier final scores, so that a resumed training leaves the same
-    file as an uninterrupted one.
+    `step` drops later records, validations that the state lacks and earlier final scores, so that a
+    resumed training leaves the same file as an uninterrupted one.
     """
 
-    def __init__(self, folder: Path, step: int) -> None:
+    def __init__(self, folder: Path, step: int, validated: Container[int] = ()) -> None:
         self.path = folder / METRICS
         self.records: list[dict[str, Any]] = []
         if step and self.path.exists():
@@ -51,7 +52,8 @@ class Metrics:
                     break
                 if "step" not in record:
                     break
-                if record["step"] > step or "final_loss" in record:
+                unsaved = "valid_loss" in record and record["step"] not in validated
+                if record["step"] > step or unsaved or "final_loss" in record:
                     break
                 self.records.append(record)
         with atomic_file(self.path) as file:

@@ -189,19 +189,13 @@ def test_each_step_draws_its_own_dropout(tmp_path: Path) -> None:
     assert len(seeds) == 6
 
 
-# Calls of save_tensors: the state at 3, checkpoint and state at 5, the state at 6 and 9,
-# checkpoint and state at 10, the state at 12, checkpoint and state at the end, the model.
+# Every call after step 3, whose state can be resumed.
 @pytest.mark.parametrize(
     ("owner", "name", "call"),
     [
-        pytest.param(Trainer, "_step", 8, id="between two saves"),
-        pytest.param(Trainer, "_step", 6, id="after a validation"),
-        pytest.param(checkpoint, "save_tensors", 3, id="metrics ahead of the state"),
-        pytest.param(Metrics, "add", 3, id="state ahead of the metrics"),
-        pytest.param(checkpoint, "save_tensors", 6, id="before a checkpoint"),
-        pytest.param(Trainer, "_finish", 1, id="before the end"),
-        pytest.param(checkpoint, "save_tensors", 11, id="before the model"),
-        pytest.param(Metrics, "add", 7, id="after the model"),
+        *((Trainer, "_step", call) for call in range(4, 13)),
+        *((checkpoint, "save_tensors", call) for call in range(2, 12)),
+        *((Metrics, "add", call) for call in range(2, 9)),
     ],
 )
 def test_a_crash_and_resume_change_nothing(
@@ -215,6 +209,18 @@ def test_a_crash_and_resume_change_nothing(
     assert len(records(folder)) < len(records(whole))
     run(folder, resume=True)
     assert_same_training(folder, whole)
+
+
+def test_weights_that_a_crash_left_are_dropped(tmp_path: Path) -> None:
+    """Before the last of three validations drops those of the second; the first is the best."""
+    with pytest.MonkeyPatch.context() as patch:
+        score(patch, 30.0, 10.0, 20.0, 20.0, 30.0)
+        crash(patch, Trainer, "_drop_weights", 3)
+        with pytest.raises(Crash):
+            run(tmp_path, average=1)
+    assert len([*tmp_path.glob("checkpoints/*")]) == 3
+    run(tmp_path, average=1, resume=True)
+    assert len([*tmp_path.glob("checkpoints/*")]) == 2
 
 
 def interrupt(patch: pytest.MonkeyPatch, number: int, *, step: int, times: int = 1) -> None:
