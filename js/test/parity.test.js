@@ -15,6 +15,7 @@ const path = process.env.TRANSFERRY_CASES;
 const cases = path ? JSON.parse(readFileSync(path, "utf8")) : { answers: [], ids: [], refused: [], chats: [], manifests: [], settings: [] };
 // Of a text, its sentences as Python's sentencex finds them.
 const sentences = await sentencex();
+const chat = await jinja();
 const NONE = path ? false : "TRANSFERRY_CASES names no file; tests/js writes one";
 
 async function sentencex() {
@@ -22,6 +23,16 @@ async function sentencex() {
     const { initSync, segment } = await import("sentencex-wasm");
     initSync({ module: readFileSync(new URL("sentencex_wasm_bg.wasm", import.meta.resolve("sentencex-wasm"))) });
     return (text) => segment("en", text);
+  } catch (error) {
+    if (error.code !== "ERR_MODULE_NOT_FOUND") throw error;
+    return undefined;
+  }
+}
+
+async function jinja() {
+  try {
+    const { Template } = await import("@huggingface/jinja");
+    return (template, variables) => new Template(template).render(variables);
   } catch (error) {
     if (error.code !== "ERR_MODULE_NOT_FOUND") throw error;
     return undefined;
@@ -45,12 +56,12 @@ for (const name of ["onnxruntime-node", "onnxruntime-web"]) {
     const session = name.endsWith("web") ? { executionProviders: ["wasm"] } : {};
     const engines = new Map();
     for (const { bundle, variant, task, method, options, texts, records, refused } of cases.answers) {
-      const { longRows, sourceLanguage, targetLanguage, firstRow, ...values } = options;
-      const rest = { longRows, sourceLanguage, targetLanguage, firstRow };
+      const { longRows, sourceLanguage, targetLanguage, firstRow, chatTemplateKwargs, ...values } = options;
+      const rest = { longRows, sourceLanguage, targetLanguage, firstRow, chatTemplateKwargs };
       const [given, how] = task === "generate" ? [[values], rest] : [[], options];
       await context.test(`${task} ${JSON.stringify(options)}, ${variant}`, async () => {
         const key = `${bundle} ${variant}`;
-        if (!engines.has(key)) engines.set(key, await Engine.load(bundle, { ort, session, variant, sentences }));
+        if (!engines.has(key)) engines.set(key, await Engine.load(bundle, { ort, session, variant, sentences, chat }));
         if (!records) {
           await assert.rejects(engines.get(key)[method](texts, ...given, how).next(), ({ name, message }) => {
             assert.equal(name, "UsageError");
@@ -157,13 +168,12 @@ test("texts have the ids of Python", { skip: NONE }, async (context) => {
 });
 
 test("chats have the ids of Python", { skip: NONE || !cases.chats.length }, async (context) => {
-  const { Template } = await import("@huggingface/jinja");
   for (const { bundle, chats } of cases.chats) {
     const opened = await Bundle.open(bundle);
-    const chat = await opened.chat((source, variables) => new Template(source).render(variables));
+    const own = await opened.chat(chat);
     await context.test(bundle, () => {
       for (const [messages, ids, variables] of chats) {
-        const encode = () => encodeChat(messages, chat, opened.tokenizer, variables);
+        const encode = () => encodeChat(messages, own, opened.tokenizer, variables);
         const told = JSON.stringify([messages, variables]);
         if (ids) assert.deepEqual(encode(), ids, told);
         else assert.throws(encode, { kind: "prompt" }, told);

@@ -22,6 +22,7 @@ IN_JAVASCRIPT = {
     "source_language": "sourceLanguage",
     "target_language": "targetLanguage",
     "first_row": "firstRow",
+    "chat_template_kwargs": "chatTemplateKwargs",
 }
 JS = Path(__file__).resolve().parents[2] / "js"
 NODE = program("node")

@@ -131,6 +131,31 @@ def test_records_of_heads(
     assert {"PER", "B-PER", "O"} <= {tag["label"] for tag in tags}
 
 
+@pytest.mark.optional("node", "onnxruntime-node", "@huggingface/jinja")
+def test_records_of_chats(tmp_path: Path, chat_bundle_folder: Path) -> None:
+    parts: list[Any] = ["a", {"type": "text", "text": "dog"}]
+    told: list[Any] = ["a cat", "", "😀 \u2028", parts, [], "b" * 2000]
+    rows: list[Any] = [[{"role": "user", "content": content}] for content in told]
+    rows += [
+        [{"role": "system", "content": "x"}, {"role": "user", "content": "a"}],
+        *([], "a plain text", [3, 4], [{"role": "user", "content": "a", "k": {"n": [1, None]}}]),
+    ]
+    answers = [
+        answers_of(chat_bundle_folder, "generate", {"max_length": 6, **options}, rows)
+        for options in (
+            {},
+            {"chat_template_kwargs": {"tone": "soft "}, "sample": True, "first_row": 4},
+            {"chat_template_kwargs": {"eos_token": "."}, "beam": 2, "long_rows": "truncate"},
+        )
+    ]
+    assert compared(tmp_path, answers) == {"prompt", "too-long"}
+    taken: dict[str, Any] = {"chat_template_kwargs": {"tools": []}}
+    with pytest.raises(UsageError, match="cannot set tools, which the chat decides"):
+        answers_of(chat_bundle_folder, "generate", taken, rows)
+    refused = answers_of(chat_bundle_folder, "generate", taken, rows, refused="cannot set tools")
+    assert "# fail 0" in npm_test(write_cases(tmp_path / "cases.json", [refused], []))
+
+
 def _asked(content: Any) -> list[dict[str, Any]]:
     return [test_chats.SYSTEM, {"role": "user", "content": content}]
 
