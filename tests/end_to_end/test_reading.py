@@ -287,6 +287,12 @@ def wide_zstd() -> bytes:
         ("a.csv", b"id;a,text\n1;2,x\n", "cannot tell whether ',' or ';'.*--delimiter"),
         ("a.tsv", b"id,text\n1,a\n", r"cannot tell whether '\\t' or ','.*--delimiter"),
         ("a.txt", b'{"text": "a"}\n', "found an object of JSON a line; add --format-in jsonl"),
+        (
+            "a.txt",
+            b'\nA title\n{"a": 1}\n{"a": 2\n' + b'{"a": 3}\n' * 4,
+            "an object of JSON a line",
+        ),
+        ("a.en", b"A title\n" + b"Go.\tGeh.\n" * 3, "found 2 columns between tabs; choose one"),
         ("a.txt", b'id;"text"\n1;A dog\n2;"Two', "found a table of CSV; add --format-in csv"),
         ("a.en", b"Go.\tGeh.\t1\n" * 3, "found 3 columns between tabs; choose one"),
         ("a.csv", b"A dog runs.\nTwo men\n", "expected a header, found 'A dog runs.'"),
@@ -387,10 +393,10 @@ def test_a_row_of_any_length_takes_little_memory(tmp_path: Path) -> None:
 def test_a_file_that_changes_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "rows.txt"
     for change in ("shorter", "longer"):
-        path.write_text("row\n" * 50)
+        path.write_text("row\n" * 300)
 
         def changed(text: str, change: str = change) -> str:
-            path.write_text("row\n" * (5 if change == "shorter" else 70))
+            path.write_text("row\n" * (5 if change == "shorter" else 400))
             return text
 
         out = tmp_path / f"{change}.jsonl"

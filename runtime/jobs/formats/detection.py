@@ -5,11 +5,12 @@ from __future__ import annotations
 import csv
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
-from typing import cast
+from typing import Any, cast
 
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.io.lines import PACKED, Compression, LongLine
@@ -124,7 +125,7 @@ def require_json_lines(
         whole = len(lines) == 1 and (strict or (isinstance(value, list) and value != []))
     except ValueError:
         whole = start == "{" or (start[0] == "[" and (start == "[" or start[-1] == ","))
-        whole |= strict and not any(map(_is_json, lines[1:]))
+        whole |= strict and not any(map(_parsed, lines[1:]))
     except RecursionError:
         whole = False
     if whole:
@@ -135,25 +136,28 @@ def require_json_lines(
         )
 
 
-def _is_json(line: str) -> bool:
+def _parsed(line: str) -> Any:
+    """Returns the value of a line in JSON; None for another line."""
     with suppress(ValueError, RecursionError):
-        json.loads(line)
-        return True
-    return False
+        return json.loads(line)
+    return None
 
 
 def require_text(path: Source | str, lines: Sequence[str]) -> None:
-    """Raises InputError for the first lines of a table or of JSONL, whose name says text."""
-    found = ""
-    with suppress(ValueError, RecursionError):
-        if lines and isinstance(json.loads(lines[0]), dict):
-            found = "an object of JSON a line; add --format-in jsonl"
+    """Raises InputError for the first lines of a table or of JSONL, whose name says text.
+
+    Most lines decide: there may be a title above them, or a damaged one among them.
+    """
+    found, lines = "", [line for line in lines if line.strip()]
+    most = len(lines) // 2 + 1
+    if lines and sum(isinstance(_parsed(line), dict) for line in lines) >= most:
+        found = "an object of JSON a line; add --format-in jsonl"
     header = _NAMES.fullmatch(lines[0]) if len(lines) > 1 else None
-    if header and _fits(lines, header[1], cut=True):
+    if header and _fits(lines[:3], header[1], cut=True):
         found = "a table of CSV; add --format-in csv"
-    tabs = {line.count("\t") for line in lines}
-    if len(lines) > 2 and len(tabs) == 1 and tabs != {0}:
-        found = f"{tabs.pop() + 1} columns between tabs; choose one (cut -f1 OLD > NEW)"
+    for tabs, count in Counter(line.count("\t") for line in lines).items():
+        if tabs and count >= max(most, 3):
+            found = f"{tabs + 1} columns between tabs; choose one (cut -f1 OLD > NEW)"
     if found:
         raise InputError(
             f"{path}: expected a text a line, found {found}, or add --format-in text to read each "

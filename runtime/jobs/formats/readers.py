@@ -282,12 +282,12 @@ class _TextReader(_LineReader):
         return ["text"], lines
 
     def _lines(self, start: int = 0) -> Iterator[_Line]:
-        lines = super()._lines(start)
+        lines = self._raw_lines(start)
         if not start and not self._dialect.pages:  # the format was not chosen
-            head = [*islice(lines, 3)]
-            require_text(self.file, [line.raw.decode(self._encoding, "replace") for line in head])
-            yield from head
-        yield from lines
+            head = [*up_to(lines, FIRST_RECORDS, FIRST_BYTES)]
+            require_text(self.file, [line.decode(self._encoding, "replace") for line in head])
+            lines = chain(head, lines)
+        yield from self._split(lines)
 
     def _fields(self, line: _Line) -> Fields | RowError:
         text = decoded(line.raw, self._encoding)
