@@ -39,6 +39,7 @@ GROUPS: Mapping[str, Sequence[str]] = {
     "preprocessor": ("preprocessor_config.json",),
 }
 MOST_SHOWN = 3
+SPACED = "Is it 's ? No , it is n't !  Yes ."  # whose blanks some settings remove
 REMEDY = "write it again"
 
 
@@ -146,6 +147,8 @@ def _table(tokenizer: AnyTokenizer) -> dict[str, Any]:
         f"id of {piece!r}": token for piece, token in tokenizer.vocabulary().items()
     }
     found |= {f"text of id {token}": tokenizer.decode([token]) for token in range(size)}
+    with suppress(TextError):
+        found["decoded text"] = tokenizer.decode(tokenizer.encode_target(SPACED))
     with suppress(UsageError):  # a kind that knows none
         tokenizer.read_special_tokens()
     texts = [f"a {each} a{each}a" for each in tokenizer.special_texts()]

@@ -109,6 +109,10 @@ FAULTS: dict[str, tuple[str, str, Change, str]] = {
         *("llama", "tokenizer_config.json", lambda c: c.update(bos_token="</s>")),
         "tokenizer",
     ),
+    "blanks before punctuation": (
+        *("marian", "tokenizer_config.json"),
+        *(lambda c: c.update(clean_up_tokenization_spaces=True), "tokenizer"),
+    ),
     "end token": ("gpt2", "config.json", lambda c: c.update(eos_token_id=3), "labels"),
     "end of an answer": ("llama", GENERATION, lambda c: c.update(eos_token_id=7), "labels"),
     "beams": ("marian", GENERATION, lambda c: c.update(num_beams=7), "generation"),
