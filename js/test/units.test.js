@@ -302,6 +302,9 @@ test("a tokenizer of another form is refused", () => {
   for (const wrong of [
     { model: null },
     { model: { ...model, vocab: null } },
+    { model: { ...model, vocab: { a: "b" } } },
+    { model: { ...model, type: "Unigram", vocab: [[5, 0]], unk_id: 0 } },
+    { model, post_processor: { type: "Sequence" } },
     { model, normalizer: { type: "Precompiled", precompiled_charsmap: "?" } },
     { model, pre_tokenizer: { type: "Split", pattern: { Regex: "(a" }, behavior: "Isolated" } },
     { model, decoder: [] },

@@ -3,7 +3,7 @@
 // A model has size, id(token), token(id), and tokenize(text), which returns a list of
 // { id, token, from, to }: ids with their tokens, and the bytes of the text that they stand for.
 
-import { InputError, refuse } from "../../errors.js";
+import { InputError, refuse, shown } from "../../errors.js";
 import { bytesIn, byteTokens } from "../utf8.js";
 import { Merges } from "./merges.js";
 
@@ -14,6 +14,11 @@ export function modelOf(settings) {
   const type = settings.type ?? guessed(settings);
   const Model = { BPE: Merges, WordPiece, WordLevel, Unigram }[type];
   if (!Model) refuse(`a model of type ${type}`);
+  // Of Unigram a list of tokens and scores.
+  const { vocab } = settings;
+  const entries = Array.isArray(vocab) ? vocab.map(([token], id) => [token, id]) : Object.entries(vocab);
+  const odd = entries.find(([token, id]) => typeof token !== "string" || !Number.isSafeInteger(id));
+  if (odd) throw new InputError(`huggingface.json: expected tokens with ids, found ${shown(odd)}; export the bundle again`);
   return new Cached(new Model(settings));
 }
 

@@ -36,6 +36,7 @@ export class HuggingFaceTokenizer extends TextTokenizer {
     this.#split = preTokenizer(record.pre_tokenizer);
     this.#join = decoder(record.decoder);
     this.#added = new AddedTokens(record.added_tokens ?? [], this.#model, this.#normalise);
+    trimmed([], record.post_processor); // fails at once for another form
   }
 
   get specialTexts() {
