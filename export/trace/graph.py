@@ -10,6 +10,7 @@ import re
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any, Self
 from unittest.mock import patch
 
@@ -21,7 +22,7 @@ from onnx_ir.passes.common import initializer_deduplication as deduplication
 from onnx_ir.tensor_adapters import TorchTensor
 from onnxscript.function_libs.torch_lib import registration
 from onnxscript.onnx_opset import opset20
-from onnxscript.rewriter import pattern
+from onnxscript.rewriter import _matcher, pattern
 from torch import SymFloat, SymInt, Tensor, nn
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
@@ -233,6 +234,8 @@ def export_graph(module: nn.Module, spec: GraphSpec, opset: int = OPSET) -> Grap
         patch.object(_fx_passes, "decompose_with_registry", _decomposed),
         patch.object(_fx_passes, "insert_type_promotion_nodes", _promoted),
         patch.object(pattern.RewriteRule, "try_rewrite", _rewritten),
+        # Else it takes an epsilon of 1e-12 for 0 and a factor of 0.999999 for 1, and drops them.
+        patch.object(_matcher, "math", SimpleNamespace(isclose=_equal)),
         torch._dynamo.config.patch(fake_tensor_cache_enabled=False),
         _use_lazy_graph_module(True),  # else each pass writes the program as Python
     ):
@@ -341,6 +344,11 @@ def _mixed(node: Node, table: type_promotion.TypePromotionTable) -> bool:
         if types.get(place) is not None and found != {types[place]}:
             return True
     return False
+
+
+def _equal(one: float, other: float, **tolerances: float) -> bool:
+    """Takes the place of `math.isclose`."""
+    return one == other
 
 
 def _rewritten(

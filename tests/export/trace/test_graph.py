@@ -84,6 +84,18 @@ def test_values_of_weights_decide_no_graph(scale: float, bias: float) -> None:
     ]
 
 
+class Nearly(nn.Module):
+    """Constants near those by which an operation changes nothing."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return ((hidden * 0.999995 + 1e-12) - 1e-9) / 1.000005
+
+
+def test_small_constants_stay() -> None:
+    graph = Traces().graph(Nearly(), SPEC, OPSET)
+    assert [each.op_type for each in graph.model.graph] == ["Mul", "Add", "Sub", "Div"]
+
+
 def test_other_shapes_types_and_modules_are_traced() -> None:
     class Unscaled(Scaled):
         def forward(self, hidden: Tensor) -> Tensor:
