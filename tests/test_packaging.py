@@ -24,7 +24,7 @@ async def answers(engine: Engine) -> list[str]:
     return [result.text async for result in engine.generate(["a"], beam=4)]
 
 
-with Engine.load("bundle", provider="cpu") as engine:
+with Engine("bundle", provider="cpu") as engine:
     results: Results[GenerationResult] = engine.generate(["a"])
     vectors = [row.vector for row in engine.embed(["a"], normalise=True)]
     passed: bool = engine.verify().passed

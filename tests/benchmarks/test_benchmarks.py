@@ -166,13 +166,13 @@ def test_both_sides_give_answers_of_exactly_the_length_asked_for(
 ) -> None:
     options = search_options(beam, 32, 32)
     theirs = ctranslate2_model(checkpoint, bundle_folder, tmp_path).answer(TEXTS, options, 8)
-    ours = engine_answers(Engine.load(bundle_folder, replicas=1), TEXTS, options)
+    ours = engine_answers(Engine(bundle_folder, replicas=1), TEXTS, options)
     assert {len(tokens) for tokens in tokens_of(ours) + tokens_of(theirs)} == {32}
 
 
 def test_a_sentence_without_an_answer_stops_the_comparison(bundle_folder: Path) -> None:
     with pytest.raises(InputError, match="sentence 2 has no answer"):
-        engine_answers(Engine.load(bundle_folder), ["one", " "], search_options(1, 5))
+        engine_answers(Engine(bundle_folder), ["one", " "], search_options(1, 5))
 
 
 def test_rounds_take_turns_in_both_orders() -> None:

@@ -41,7 +41,7 @@ def test_turns_messages_and_ids_are_one(bundle: Path, tmp_path: Path) -> None:
     chats_file = jsonl(tmp_path / "chats.jsonl", *rows)
     messages = done("run", bundle, chats_file, "--messages", "chat", *options).stdout
     assert json.loads(messages.splitlines()[1])["n"] == 1
-    tokenizer = Engine.load(bundle).bundle.tokenizer
+    tokenizer = Engine(bundle).bundle.tokenizer
     ids = [{"ids": tokenizer.encode_chat(chat)} for chat in chats]
     ids_file = jsonl(tmp_path / "ids.jsonl", *ids)
     prompts = done("run", bundle, ids_file, "--prompt-ids", "ids", *options).stdout
@@ -57,7 +57,7 @@ def test_variables_of_a_template(bundle: Path, tmp_path: Path) -> None:
     lines.write_text("the cat\n")
     option = ("--chat-template-kwargs", json.dumps(variables))
     options = ("--format", "jsonl", *LENGTH)
-    with Engine.load(bundle) as engine:
+    with Engine(bundle) as engine:
         ids = engine.bundle.tokenizer.encode_chat([USER], variables)
         (wanted,) = engine.generate([ids], max_length=6)
         (found,) = engine.generate([[USER]], max_length=6, chat_template_kwargs=variables)

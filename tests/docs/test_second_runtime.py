@@ -79,7 +79,7 @@ def answers(folder: Path, bundle: Path, source: str = SOURCE) -> list[list[dict[
 def expected(bundle: Path) -> list[list[dict[str, Any]] | None]:
     """The answers of the engine."""
     names = ("tokens", "text", "finish_reason", "log_probability", "score")
-    with Engine.load(bundle, variant="portable") as engine:
+    with Engine(bundle, variant="portable") as engine:
         columns = [[*engine.generate(LINES, split_lines=False, **each)] for each in SEARCHES]
     return [
         [{name: getattr(answer, name) for name in names} for answer in result.hypotheses] or None

@@ -119,7 +119,7 @@ def test_no_number_is_null(tmp_path: Path, score: float) -> None:
 def test_numbers_of_files_are_the_engines(ways: Ways, task: str) -> None:
     """The check of `verify`; a writer that rounds does not pass."""
     _, bundle = ways(task)
-    with Engine.load(bundle) as engine:
+    with Engine(bundle) as engine:
         assert written(engine, ["a cat", "the dog ran"]).problem == ""
         problem = written(engine, (), rounded).problem
         assert problem.endswith("which the engine did not give")

@@ -101,12 +101,12 @@ def test_repeated_ids_are_counted(writer_bundle_folder: Path, tmp_path: Path) ->
 
 @pytest.fixture(scope="module")
 def writer(writer_bundle_folder: Path) -> Engine:
-    return Engine.load(writer_bundle_folder)
+    return Engine(writer_bundle_folder)
 
 
 @pytest.fixture(scope="module")
 def reader(reader_bundle_folder: Path) -> Engine:
-    return Engine.load(reader_bundle_folder)
+    return Engine(reader_bundle_folder)
 
 
 def test_every_row_has_its_own_settings(writer: Engine, tmp_path: Path) -> None:
@@ -303,7 +303,7 @@ def test_chats(chat_bundle_folder: Path, tmp_path: Path) -> None:
     )
     rows.append(asked([user], CHAT, max_tokens=4, tools=[{"type": "function"}]))
     found = bodies(answered(tmp_path, chat_bundle_folder, lines(CHAT, *rows), code=6))
-    with Engine.load(chat_bundle_folder) as engine:
+    with Engine(chat_bundle_folder) as engine:
         (greedy,) = engine.generate([[user]], max_length=4)
         named: dict[str, Any] = {"sample": True, "n_best": 2, "seed": 3, "max_length": 6}
         (drawn,) = engine.generate([[{**user, "content": "the \ncat"}]], first_row=1, **named)

@@ -34,7 +34,7 @@ done("run", out / "bundle", text, "--task", "fill-mask", "-o", out / "answers.js
 
 from transferry import Engine
 
-(answer,) = Engine.load(out / "bundle").fill_mask(["a [MASK]"])
+(answer,) = Engine(out / "bundle").fill_mask(["a [MASK]"])
 assert answer.error is None
 """
 NODE = """

@@ -76,7 +76,7 @@ def test_the_engine_answers_as_generate_does(
     monkeypatch.setattr(exporting, "PORTABLE", variant)  # no other is traced
     monkeypatch.setattr("transferry.export.oracle.effort.RECORDED_LENGTH", 4)
     export_bundle(load_checkpoint(run), tmp_path / "bundle", traces=TRACES)
-    engine = Engine.load(tmp_path / "bundle")
+    engine = Engine(tmp_path / "bundle")
     assert list(engine.bundle.manifest.variants) == [variant]
     # Trained on documents, not on sentences: their texts are not split into lines.
     documents = kind in ("bart", "pegasus", "t5", "mt5", "umt5")

@@ -144,7 +144,7 @@ def answers_of(
 ) -> dict[str, Any]:
     """Returns the records of Python for js/test to compare, or why the options are refused."""
     method = task.replace("-", "_")
-    with Engine.load(folder, variant=variant) as engine:
+    with Engine(folder, variant=variant) as engine:
         rows = [(text, None) for text in texts]
         pairs = task == "score" and not engine.decoder.has_encoder
         found = [] if refused else getattr(engine, method)(rows if pairs else texts, **options)

@@ -38,7 +38,7 @@ def test_the_page_answers_as_run_and_then_offline(
 ) -> None:
     bundle_folder: Path = request.getfixturevalue(fixture)
     write_site(bundle_folder, tmp_path / "site", variant=variant, webgpu=False)
-    with Engine.load(bundle_folder, variant=variant) as engine:
+    with Engine(bundle_folder, variant=variant) as engine:
         wanted = [each.text for each in engine.generate(LINES, long_rows="truncate")]
     assert any(wanted)
     with served(tmp_path / "site") as url:
@@ -56,7 +56,7 @@ def test_the_page_fills_masks(
     tmp_path: Path, reader_bundle_folder: Path, browser: Chromium
 ) -> None:
     write_site(reader_bundle_folder, tmp_path / "site", webgpu=False)
-    with Engine.load(reader_bundle_folder, variant="portable") as engine:
+    with Engine(reader_bundle_folder, variant="portable") as engine:
         (wanted,) = engine.fill_mask(["the [MASK] and a [MASK]"])
     with served(tmp_path / "site") as url:
         browser.open(url)
@@ -81,7 +81,7 @@ def test_a_long_text_is_answered_by_sentence(
 ) -> None:
     write_site(bundle_folder, tmp_path / "site", webgpu=False)
     write_site(writer_bundle_folder, tmp_path / "writer", webgpu=False)
-    with Engine.load(bundle_folder, variant="portable") as engine:
+    with Engine(bundle_folder, variant="portable") as engine:
         sentences = ["The cat sees a dog. "] * (engine.bundle.manifest.model["max_positions"] // 6)
         texts = ["".join(sentences), "b" * 3000]
         # Sentences of this kind are cut alike by sentencex and the browser.
@@ -150,7 +150,7 @@ def test_texts_are_ranked_and_compared(
 ) -> None:
     query, *others = "anna", "a cat", "one two three", "the dog"
     write_site(ranker_bundle_folder, tmp_path / "ranker", webgpu=False)
-    with Engine.load(ranker_bundle_folder, variant="portable") as engine:
+    with Engine(ranker_bundle_folder, variant="portable") as engine:
         found = list(engine.rank([(query, other) for other in others]))
     wanted = sorted(zip(found, others, strict=True), key=lambda each: -each[0].score)
     with served(tmp_path) as url:
@@ -214,7 +214,7 @@ def test_the_page_tags_with_a_tokenizer_of_its_own(
 ) -> None:
     text = "anna and the cat, Häuser 日本語"
     write_site(tagger_bundle_folder, tmp_path / "site", webgpu=False)
-    with Engine.load(tagger_bundle_folder, variant="portable") as engine:
+    with Engine(tagger_bundle_folder, variant="portable") as engine:
         (wanted,) = engine.tag([text], aggregation="simple")
     with served(tmp_path / "site") as url:
         browser.open(url)

@@ -132,7 +132,7 @@ def test_a_bundled_app_answers_as_run(
 ) -> None:
     assert callable(build)
     build(app, tmp_path / "out")
-    with Engine.load(bundle_folder, variant="portable") as engine:
+    with Engine(bundle_folder, variant="portable") as engine:
         wanted = [each.text for each in engine.generate(TEXTS)]
     with served(tmp_path / "out") as url:
         browser.open(url)

@@ -276,9 +276,9 @@ def behind_a_door(folder: Path) -> None:
     "link", [cached, mounted, with_linked_weights, with_weights_elsewhere_too, behind_a_door]
 )
 def test_links_are_read_through(folder: Path, link: Callable[[Path], None]) -> None:
-    before = [result.text for result in Engine.load(folder).generate(["six hundred"])]
+    before = [result.text for result in Engine(folder).generate(["six hundred"])]
     link(folder)
-    engine = Engine.load(folder)
+    engine = Engine(folder)
     assert [result.text for result in engine.generate(["six hundred"])] == before
     if link is not behind_a_door:
         with pytest.raises(InputError, match=r"is a link, which .*: cp -rL .* COPY"):

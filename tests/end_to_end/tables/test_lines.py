@@ -30,7 +30,7 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def engine(bundle_folder: Path) -> Engine:
-    return Engine.load(bundle_folder, variant="portable", batches=BatchOptions(rows=8, window=5))
+    return Engine(bundle_folder, variant="portable", batches=BatchOptions(rows=8, window=5))
 
 
 def answer(engine: Engine, text: str, **named: Any) -> GenerationResult:
@@ -99,7 +99,7 @@ def test_a_text_may_stay_whole(engine: Engine) -> None:
 
 
 def test_a_prompt_is_read_whole(writer_bundle_folder: Path) -> None:
-    with Engine.load(writer_bundle_folder, variant="portable") as engine:
+    with Engine(writer_bundle_folder, variant="portable") as engine:
         text = "a dog\n\na cat\n"
         (found,) = engine.generate([text], max_length=4)
         tokenizer = engine.bundle.tokenizer

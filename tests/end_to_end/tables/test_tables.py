@@ -427,7 +427,7 @@ def test_every_task_answers_every_column(task: str, ways: Ways, tmp_path: Path) 
             found[ending] = parquet.read_table(out).to_pylist()
         else:
             found[ending] = [json.loads(line) for line in out.read_text().splitlines()]
-    with Engine.load(bundle) as engine:
+    with Engine(bundle) as engine:
         for name, output in {"title": "a", "body": "b"}.items():
             given: Any = [cell or "" for cell in columns[name]]
             if task in ("rank", "score"):

@@ -60,7 +60,7 @@ def corpus(bundle_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> lis
     folder = tmp_path_factory.mktemp("corpus")
     pairs = [pair for pair in dict.fromkeys(builtin_pairs(300, seed=1)) if len(pair.source) < 40]
     fourth, others = {}, {}
-    with Engine.load(bundle_folder) as engine:
+    with Engine(bundle_folder) as engine:
         results = engine.generate((pair.source for pair in pairs), beam=4, n_best=4)
         for pair, result in zip(pairs, results, strict=True):
             last = result.hypotheses[3]

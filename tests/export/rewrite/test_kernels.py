@@ -353,7 +353,7 @@ def test_an_export_is_verified_and_answers_as_cpu_int8(
     exported(calm, tmp_path / "bundle", Contents(texts, names, calibrate=texts), prove=prove)
     found = []
     for name in names:
-        with Engine.load(tmp_path / "bundle", variant=name) as engine:
+        with Engine(tmp_path / "bundle", variant=name) as engine:
             results = engine.generate(texts, beam=2)
             found.append([result.hypotheses[0].tokens for result in results])
     same = sum(one == other for one, other in zip(*found, strict=True))

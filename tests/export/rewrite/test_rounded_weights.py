@@ -239,9 +239,9 @@ def test_every_architecture_has_it(
 
 
 def test_it_is_served_only_if_named(small: Bundle) -> None:
-    with Engine.load(small.folder) as engine:
+    with Engine(small.folder) as engine:
         assert engine.model.variant.name == "portable"
-    with Engine.load(small.folder, variant=NAME) as engine:
+    with Engine(small.folder, variant=NAME) as engine:
         assert engine.model.variant.name == NAME
         (answer,) = engine.generate(["a red cat"], max_length=5)
         assert answer.error is None

@@ -29,7 +29,7 @@ def checkpoint(writer_run_folder: Path) -> Checkpoint:
 
 @pytest.fixture(scope="module")
 def engine(writer_bundle_folder: Path) -> Engine:
-    return Engine.load(writer_bundle_folder, replicas=2)
+    return Engine(writer_bundle_folder, replicas=2)
 
 
 @pytest.fixture(scope="module")

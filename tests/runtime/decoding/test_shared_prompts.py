@@ -132,7 +132,7 @@ def exact(results: list[GenerationResult]) -> list[Any]:
 def test_answers_are_the_same_with_and_without(
     fast_writer_bundle_folder: Path, variant: str, search: str
 ) -> None:
-    engine = Engine.load(fast_writer_bundle_folder, variant=variant, replicas=1)
+    engine = Engine(fast_writer_bundle_folder, variant=variant, replicas=1)
     decoder = engine.decoder
     assert decoder.shares_prompts
     shared = answers(engine, SEARCHES[search], 64)
@@ -150,7 +150,7 @@ def test_answers_are_the_same_with_and_without(
 
 def test_a_beginning_read_wrongly_is_seen(fast_writer_bundle_folder: Path) -> None:
     """Rows are compared: the beginning of another row gives another answer."""
-    engine = Engine.load(fast_writer_bundle_folder, variant="cpu-fp32", replicas=1)
+    engine = Engine(fast_writer_bundle_folder, variant="cpu-fp32", replicas=1)
     whole = answers(engine, GREEDY, 64)
     gather = engine.decoder._buffers.gather  # type: ignore[attr-defined]
 
@@ -180,7 +180,7 @@ def test_a_job_says_how_many_tokens_were_copied(writer_bundle_folder: Path, tmp_
 
     text = tmp_path / "prompts.txt"
     text.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    engine = Engine.load(writer_bundle_folder, replicas=1)
+    engine = Engine(writer_bundle_folder, replicas=1)
     shared = record(tmp_path / "shared.jsonl")
     # Of five rows one reads the beginning, and one is answered as an equal row was.
     assert shared["errors"] == {}

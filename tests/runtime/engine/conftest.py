@@ -20,7 +20,7 @@ def no_thread_is_left() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def engine(bundle_folder: Path) -> Engine:
-    return Engine.load(bundle_folder, replicas=2, batches=BatchOptions(rows=8, window=30))
+    return Engine(bundle_folder, replicas=2, batches=BatchOptions(rows=8, window=30))
 
 
 @pytest.fixture(scope="module")

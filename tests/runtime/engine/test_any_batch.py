@@ -127,7 +127,7 @@ def test_a_result_is_the_same_alone_and_in_any_batch(
     name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = CASES[name]
-    engine = Engine.load(request.getfixturevalue(case.bundle), replicas=1)
+    engine = Engine(request.getfixturevalue(case.bundle), replicas=1)
     expected = [next(case.ask(engine, [row], number)) for number, row in enumerate(case.rows)]
     for row, result in zip(case.rows, expected, strict=True):
         sides = row if isinstance(row, tuple) else (row,)
@@ -160,7 +160,7 @@ def in_other(request: pytest.FixtureRequest) -> Callable[[str], Engine]:
     @cache
     def opened(bundle: str) -> Engine:
         folder, batches = request.getfixturevalue(bundle), BatchOptions(rows=7, window=13)
-        engine = Engine.load(folder, replicas=2, processes=2, batches=batches)
+        engine = Engine(folder, replicas=2, processes=2, batches=batches)
         engine.replicas = 1
         return engine
 
@@ -172,7 +172,7 @@ def test_a_result_is_the_same_in_another_process(
     name: str, request: pytest.FixtureRequest, in_other: Callable[[str], Engine]
 ) -> None:
     case = CASES[name]
-    expected = case.ask(Engine.load(request.getfixturevalue(case.bundle)), case.rows, 0)
+    expected = case.ask(Engine(request.getfixturevalue(case.bundle)), case.rows, 0)
     found = case.ask(in_other(case.bundle), case.rows, 0)
     assert list(map(exact, found)) == list(map(exact, expected))
 
@@ -183,7 +183,7 @@ def test_a_row_with_nan_is_an_error_and_no_other(
 ) -> None:
     """The first row of the batch, which is the longest, at the first step of a search."""
     case = CASES[name]
-    engine = Engine.load(request.getfixturevalue(case.bundle), replicas=1)
+    engine = Engine(request.getfixturevalue(case.bundle), replicas=1)
     rows = [row for row in case.rows if not next(case.ask(engine, [row], 0)).error][:8]
     expected = list(case.ask(engine, rows, 0))
     lengths = [max(result.source_tokens, result.target_tokens) for result in expected]

@@ -88,7 +88,7 @@ def test_real_rows_in_place_are_the_same_bit_for_bit(
     ):
         random.Random(number).shuffle(order)
         batches = BatchOptions(rows=rows * options.beam, window=100)
-        engine = Engine.load(fast_bundle_folder, variant=variant, replicas=2, batches=batches)
+        engine = Engine(fast_bundle_folder, variant=variant, replicas=2, batches=batches)
         results = list(engine.generate((real_texts[index] for index in order), options))
         assert [result.source for result in results] == [real_texts[index] for index in order]
         found.append(dict(zip(order, results, strict=True)))
@@ -202,7 +202,7 @@ def test_what_cannot_be_joined_is_not_split(engine: Engine, writer_bundle_folder
     with pytest.raises(UsageError, match="long_rows=split and n_best=4 exclude each other"):
         engine.generate([], BEAM, long_rows="split")
     with pytest.raises(UsageError, match="long_rows=split and a decoder-only bundle exclude"):
-        Engine.load(writer_bundle_folder).generate([], GREEDY, long_rows="split")
+        Engine(writer_bundle_folder).generate([], GREEDY, long_rows="split")
 
 
 def test_an_endless_stream_is_read_two_windows_ahead(bundle_folder: Path, texts: list[str]) -> None:
@@ -215,7 +215,7 @@ def test_an_endless_stream_is_read_two_windows_ahead(bundle_folder: Path, texts:
             yield text
 
     batches = BatchOptions(rows=4, window=window)
-    stream = Engine.load(bundle_folder, replicas=2, batches=batches).generate(endless(), GREEDY)
+    stream = Engine(bundle_folder, replicas=2, batches=batches).generate(endless(), GREEDY)
     assert read == 0
     for given, text in enumerate(itertools.islice(itertools.cycle(texts), 32)):
         assert next(stream).source == text
@@ -231,18 +231,18 @@ def test_every_device_is_opened(bundle_folder: Path, monkeypatch: pytest.MonkeyP
         return PortableDecoder(bundle, variant, SessionOptions())
 
     monkeypatch.setattr("transferry.runtime.engine.opening.open_model", open_here)
-    engine = Engine.load(bundle_folder, provider="cuda", device_ids=[2, 0])
+    engine = Engine(bundle_folder, provider="cuda", device_ids=[2, 0])
     assert opened == [("cuda", 2), ("cuda", 0)]
     assert (engine.describe()["devices"], engine.replicas) == (2, 1)
     assert len(list(engine.generate(["a", "two"]))) == 2
-    Engine.load(bundle_folder, SessionOptions("cuda", device_id=1))
+    Engine(bundle_folder, SessionOptions("cuda", device_id=1))
     assert opened[2:] == [("cuda", 1)]
 
 
 def test_load_opens_what_is_asked_for(bundle_folder: Path) -> None:
-    engine = Engine.load(str(bundle_folder), SessionOptions(threads=2, optimisation="basic"))
+    engine = Engine(str(bundle_folder), SessionOptions(threads=2, optimisation="basic"))
     assert engine.replicas == max(1, usable_cores() // 2)
-    engine = Engine.load(bundle_folder, engine.decoder.options, threads=1)
+    engine = Engine(bundle_folder, engine.decoder.options, threads=1)
     assert (engine.decoder.options.threads, engine.decoder.options.optimisation) == (1, "basic")
     assert engine.replicas == usable_cores()
     assert engine.batches == BatchOptions()
@@ -256,12 +256,12 @@ def test_load_opens_what_is_asked_for(bundle_folder: Path) -> None:
 @pytest.mark.parametrize(
     ("load", "message"),
     [
-        (lambda folder: Engine.load(folder, replicas=0), "replicas must be at least 1, found 0"),
-        (lambda folder: Engine.load(folder, variant="int8"), "no variant 'int8'; it has portable"),
-        (lambda folder: Engine.load(folder, threads=0), "threads must be 1 or more"),
-        (lambda folder: Engine.load(folder, device_ids=[]), r"each of them once, found \[\]"),
-        (lambda folder: Engine.load(folder, device_ids=[1, 1]), r"once, found \[1, 1\]"),
-        (lambda folder: Engine.load(folder, device_ids=[0, 1]), "provider cpu is one device"),
+        (lambda folder: Engine(folder, replicas=0), "replicas must be at least 1, found 0"),
+        (lambda folder: Engine(folder, variant="int8"), "no variant 'int8'; it has portable"),
+        (lambda folder: Engine(folder, threads=0), "threads must be 1 or more"),
+        (lambda folder: Engine(folder, device_ids=[]), r"each of them once, found \[\]"),
+        (lambda folder: Engine(folder, device_ids=[1, 1]), r"once, found \[1, 1\]"),
+        (lambda folder: Engine(folder, device_ids=[0, 1]), "provider cpu is one device"),
     ],
 )
 def test_load_refuses(bundle_folder: Path, load: Callable[[Path], Engine], message: str) -> None:

@@ -25,7 +25,7 @@ TEXTS = ["a dog runs", "two men", "the cat sat on the mat", "one"]
 
 @pytest.fixture(scope="module")
 def engine(bundle_folder: Path) -> Engine:
-    return Engine.load(bundle_folder, replicas=1)
+    return Engine(bundle_folder, replicas=1)
 
 
 def texts(engine: Engine, **named: Any) -> list[str]:

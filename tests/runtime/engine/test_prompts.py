@@ -25,7 +25,7 @@ USER = {"role": "user", "content": "the cat"}
 
 @pytest.fixture
 def engine(writer_bundle_folder: Path) -> Engine:
-    made = Engine.load(writer_bundle_folder)
+    made = Engine(writer_bundle_folder)
     special = made.bundle.tokenizer.special
     made.bundle.tokenizer.chat = ChatTemplate(SOURCE, {"eos_token": "<e>"}, {"<e>": special.eos_id})
     return made

@@ -32,7 +32,7 @@ GREEDY = GenerationOptions(max_length=12, no_repeat_ngram=1)
 
 @pytest.fixture(scope="module")
 def engine(bundle_folder: Path) -> Engine:
-    return Engine.load(bundle_folder)
+    return Engine(bundle_folder)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def answers(results: Sequence[GenerationResult]) -> list[str]:
 
 
 def test_an_engine_closes_and_says_what_it_is(bundle_folder: Path) -> None:
-    with Engine.load(bundle_folder, replicas=2) as engine:
+    with Engine(bundle_folder, replicas=2) as engine:
         assert f"Engine({str(bundle_folder)!r}, variant='" in repr(engine)
         assert "replicas=2" in repr(engine)
         (result,) = engine.generate(["a"], GREEDY)
@@ -56,7 +56,7 @@ def test_an_engine_closes_and_says_what_it_is(bundle_folder: Path) -> None:
 
 
 def test_a_folder_opens_by_the_class_itself(bundle_folder: Path, engine: Engine) -> None:
-    opened = Engine(bundle_folder, replicas=2, device="cpu")
+    opened = Engine.load(bundle_folder, replicas=2, device="cpu")  # as Engine(...)
     assert (opened.replicas, opened.certificate) == (2, engine.certificate)
     assert opened.model.describe() == engine.model.describe()
     assert list(opened.generate(["a"], GREEDY)) == list(engine.generate(["a"], GREEDY))

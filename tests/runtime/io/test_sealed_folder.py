@@ -105,7 +105,7 @@ def test_threads_may_watch_while_others_check(tmp_path: Path) -> None:
 
 def test_weights_that_change_during_a_run_end_it(bundle_copy: Path) -> None:
     """The answers after the change could be of other weights, so none is given."""
-    engine = Engine.load(bundle_copy, replicas=1)
+    engine = Engine(bundle_copy, replicas=1)
     answers = engine.generate([f"a man {number}" for number in range(5000)])
     assert next(answers).error is None
     weights = bundle_copy / "portable" / "weights.bin"
@@ -129,7 +129,7 @@ def test_weights_that_change_while_a_bundle_is_opened_are_refused(
 
     monkeypatch.setattr(SealedFolder, "watch", late)
     with pytest.raises(InputError, match="was changed while it was in use"):
-        Engine.load(bundle_copy)
+        Engine(bundle_copy)
 
 
 def test_a_pipe_or_device_is_no_file(folder: SealedFolder) -> None:

@@ -77,7 +77,7 @@ def test_long_rows_are_computed_again(
     bundle_folder: Path, monkeypatch: pytest.MonkeyPatch, long_rows: LongRows, factor: float
 ) -> None:
     spoil(monkeypatch, factor)
-    engine = Engine.load(bundle_folder)
+    engine = Engine(bundle_folder)
     options = JobOptions(generation={"max_length": 8}, long_rows=long_rows)
     task = Generate(engine, options, Layout("lines.txt", "text", (), has_id=False))
     canary, text = Canary(engine, 1, task), "One two three. Four five six. " * 6

@@ -26,7 +26,7 @@ def test_cuda_gives_the_tokens_of_the_cpu(bundle_folder: Path, beam: int) -> Non
     cpu, cuda = (
         [
             [output.tokens for output in result.hypotheses]
-            for result in Engine.load(bundle_folder, provider=provider).generate(TEXTS, options)
+            for result in Engine(bundle_folder, provider=provider).generate(TEXTS, options)
         ]
         for provider in ("cpu", "cuda")
     )

@@ -42,7 +42,7 @@ def test_answers_as_onnxruntime_does(
     both = [
         [
             row.text
-            for row in Engine.load(folder, variant="portable", runtime=runtime).generate(
+            for row in Engine(folder, variant="portable", runtime=runtime).generate(
                 TEXTS, beam=beam, max_length=12
             )
         ]
@@ -79,7 +79,7 @@ ROWS = [pair.source for pair in builtin_pairs(20, seed=7)]
 def test_no_answer_depends_on_the_batch(
     fixture: str, beam: int, request: pytest.FixtureRequest
 ) -> None:
-    engine = Engine.load(request.getfixturevalue(fixture), runtime="openvino", replicas=1)
+    engine = Engine(request.getfixturevalue(fixture), runtime="openvino", replicas=1)
     search: dict[str, Any] = {"beam": beam, "max_length": 10, "no_repeat_ngram": 1}
     alone = [next(engine.generate([text], **search)).hypotheses[0] for text in ROWS]
     assert len({one.tokens for one in alone}) > len(ROWS) / 2
@@ -100,7 +100,7 @@ def lines(tmp_path: Path) -> Path:
 
 
 def job(folder: Path, lines: Path, **options: Any) -> Job:
-    opened = Engine.load(folder, runtime="openvino")
+    opened = Engine(folder, runtime="openvino")
     small = BatchOptions(rows=2, window=3)  # so that chunks end one after another
     engine = Engine.of(opened.bundle, opened.model, replicas=1, batches=small)
     chosen = JobOptions(chunk_rows=3, generation={"max_length": 10}, **options)
@@ -170,9 +170,9 @@ def test_a_certificate_is_for_one_runtime(fast_bundle_folder: Path, tmp_path: Pa
     assert made.versions["openvino"] == openvino_runner.openvino_version()
     assert standing(bundle, portable, OPENVINO).status == "verified"
     assert standing(bundle, portable, SessionOptions()).status == "none"
-    Engine.load(folder, runtime="openvino", require_certificate="recorded")
+    Engine(folder, runtime="openvino", require_certificate="recorded")
     with pytest.raises(ParityError, match="no certificate that holds"):
-        Engine.load(folder, variant="portable", require_certificate="recorded")
+        Engine(folder, variant="portable", require_certificate="recorded")
 
 
 def test_another_precision_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +206,7 @@ faulthandler.enable()
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.ort.session import SessionOptions
 
-engines = [Engine.load(sys.argv[1], SessionOptions(runtime="openvino")) for _ in range(2)]
+engines = [Engine(sys.argv[1], SessionOptions(runtime="openvino")) for _ in range(2)]
 print(sum(len(row.hypotheses) for each in engines for row in each.generate(["a b"])))
 while engines:
     del engines[0]
@@ -242,4 +242,4 @@ def test_without_openvino_says_how_to_get_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, "openvino", None)
     with pytest.raises(ProviderError, match=r"\[openvino\]"):
-        Engine.load(bundle_folder, runtime="openvino")
+        Engine(bundle_folder, runtime="openvino")

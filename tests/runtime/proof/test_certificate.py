@@ -52,7 +52,7 @@ def status(folder: Path, **options: Any) -> tuple[str, str]:
 
 def test_what_was_verified_holds_here(folder: Path) -> None:
     assert status(folder) == ("verified", "")
-    engine = Engine.load(folder, require_certificate="recorded")
+    engine = Engine(folder, require_certificate="recorded")
     assert engine.certificate.startswith(
         f"of {DATE} against the recorded answers (variant portable"
     )
@@ -74,9 +74,9 @@ def test_the_same_verification_gives_the_same_bytes(folder: Path) -> None:
 
 
 def test_without_a_certificate_nothing_is_served_that_needs_one(bundle_folder: Path) -> None:
-    assert Engine.load(bundle_folder).certificate.startswith("none: nothing was verified for")
+    assert Engine(bundle_folder).certificate.startswith("none: nothing was verified for")
     with pytest.raises(ParityError, match=r"no certificate that holds.*verify .* --certify DATE"):
-        Engine.load(bundle_folder, require_certificate=True)
+        Engine(bundle_folder, require_certificate=True)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_a_changed_byte_is_refused(folder: Path, name: str, place: int) -> None:
     """By the manifest; and where that was made anew, by the certificate."""
     change_byte(folder / name, place)
     with pytest.raises(InputError, match=f"{name} has changed"):
-        Engine.load(folder, require_certificate="recorded")
+        Engine(folder, require_certificate="recorded")
     remake_manifest(folder)
     # Not `Bundle.load`: the changed tokenizer would not open.
     manifest = Manifest.from_json((folder / MANIFEST).read_bytes(), "manifest")
@@ -164,7 +164,7 @@ def test_on_another_processor_the_recorded_answers_are_computed_again(
     found, reason = status(folder)
     assert found == "elsewhere"
     assert reason.startswith("hardware avx2, not ")
-    engine = Engine.load(folder, require_certificate="recorded")
+    engine = Engine(folder, require_certificate="recorded")
     assert "hardware avx2" in engine.certificate
     assert engine.certificate.endswith("; the recorded answers came out here too")
 
@@ -177,7 +177,7 @@ def test_another_processor_that_answers_otherwise_is_refused(
     required: tuple[Strength | bool, ...] = ("recorded", False)
     for require in required:
         with pytest.raises(ParityError, match="does not answer as torch does"):
-            Engine.load(folder, require_certificate=require)
+            Engine(folder, require_certificate=require)
 
 
 def test_other_threads_and_another_onnxruntime_are_named(folder: Path) -> None:
@@ -189,7 +189,7 @@ def test_other_threads_and_another_onnxruntime_are_named(folder: Path) -> None:
         assert (found, reason[-8:]) == ("elsewhere", " not 1.0")
         assert reason.startswith(name)
     # The record is computed first.
-    cited = Engine.load(folder, require_certificate="recorded").certificate
+    cited = Engine(folder, require_certificate="recorded").certificate
     assert cited.endswith("; the recorded answers came out here too")
 
 
@@ -214,10 +214,10 @@ def test_the_recorded_answers_are_weaker_than_the_run(folder: Path) -> None:
     strengths: list[Strength | bool] = ["checkpoint", True]
     for strength in strengths:
         with pytest.raises(ParityError, match=r"against the recorded answers alone.*--checkpoint"):
-            Engine.load(folder, require_certificate=strength)
+            Engine(folder, require_certificate=strength)
     against_the_run(folder)
     for strength in (*strengths, *STRENGTHS):
-        Engine.load(folder, require_certificate=strength)
+        Engine(folder, require_certificate=strength)
     with pytest.raises(UsageError, match="must be one of recorded, checkpoint without"):
         Engine(folder, require_certificate="any")  # type: ignore[arg-type]
 
@@ -234,13 +234,13 @@ def test_a_weaker_certificate_replaces_no_stronger_one(folder: Path) -> None:
 
 def test_no_larger_batch_than_was_verified_is_computed(folder: Path) -> None:
     against_the_run(folder)
-    engine = Engine.load(folder, require_certificate="checkpoint")
+    engine = Engine(folder, require_certificate="checkpoint")
     assert (engine.batches.rows, engine.model.batches.rows) == (32, 64)
-    assert Engine.load(folder).batches.rows == 64
+    assert Engine(folder).batches.rows == 64
     smaller = BatchOptions(rows=8)
-    assert Engine.load(folder, require_certificate="checkpoint", batches=smaller).batches == smaller
+    assert Engine(folder, require_certificate="checkpoint", batches=smaller).batches == smaller
     with pytest.raises(ParityError, match=r"of 33 rows were not verified.*with --batch-rows 33"):
-        Engine.load(folder, require_certificate="checkpoint", batches=BatchOptions(rows=33))
+        Engine(folder, require_certificate="checkpoint", batches=BatchOptions(rows=33))
 
 
 @pytest.mark.parametrize(
@@ -268,19 +268,19 @@ def test_no_larger_batch_than_was_verified_is_computed(folder: Path) -> None:
 def test_a_search_that_was_not_verified_is_refused(
     folder: Path, options: dict[str, Any], covered: bool
 ) -> None:
-    engine = Engine.load(folder, require_certificate="recorded")
+    engine = Engine(folder, require_certificate="recorded")
     search = GenerationOptions(**{"max_length": 8, **options})
     if covered:
         assert list(engine.generate(["one"], search))
         return
     with pytest.raises(ParityError, match=r"covers no search with .*n_best"):
         engine.generate(["one"], search)
-    assert list(Engine.load(folder).generate(["one"], search))
+    assert list(Engine(folder).generate(["one"], search))
 
 
 def test_a_task_that_was_not_verified_is_refused(folder: Path, reader_bundle_folder: Path) -> None:
     rewrite(file_of(folder), tasks=["generate"])
-    engine = Engine.load(folder, require_certificate="recorded")
+    engine = Engine(folder, require_certificate="recorded")
     assert list(engine.generate(["one"], max_length=8))
     with pytest.raises(ParityError, match="covers task generate, not score"):
         engine.score([("one", "two")])
@@ -288,12 +288,12 @@ def test_a_task_that_was_not_verified_is_refused(folder: Path, reader_bundle_fol
         Score(engine, ScoreOptions(target=Path("t")), Layout("rows", "jsonl", (), has_id=False))
     rewrite(file_of(folder), tasks=[])
     with pytest.raises(ParityError, match="covers task none, not generate"):
-        Engine.load(folder, require_certificate="recorded").generate(["one"])
+        Engine(folder, require_certificate="recorded").generate(["one"])
 
     reader = Path(shutil.copytree(reader_bundle_folder, folder.parent / "reader"))
-    assert verified(reader).tasks == Engine.load(reader).tasks == ["embed", "fill-mask"]
+    assert verified(reader).tasks == Engine(reader).tasks == ["embed", "fill-mask"]
     rewrite(file_of(reader), tasks=["embed"])
-    engine = Engine.load(reader, require_certificate="recorded")
+    engine = Engine(reader, require_certificate="recorded")
     assert list(engine.embed(["one"]))
     with pytest.raises(ParityError, match="covers task embed, not fill-mask"):
         engine.fill_mask(["a [MASK]"])
@@ -345,7 +345,7 @@ def test_a_clock_in_the_past_is_told_before_the_work(monkeypatch: pytest.MonkeyP
 def test_a_certificate_of_no_search_is_named(folder: Path, name: str, value: Any) -> None:
     rewrite(file_of(folder), **{name: value})
     with pytest.raises(InputError, match=NO_CERTIFICATE):
-        Engine.load(folder)
+        Engine(folder)
 
 
 @pytest.mark.parametrize(
@@ -361,7 +361,7 @@ def test_what_is_no_certificate_is_named(plain: Path, text: str) -> None:
     name = Cell.of(Bundle.load(plain).variant(), SessionOptions()).file_name
     (plain / FOLDER / name).write_text(text, encoding="utf-8")
     with pytest.raises(InputError, match=NO_CERTIFICATE) as found:
-        Engine.load(plain)
+        Engine(plain)
     assert ('"format": 3' in text) == ("format 3, expected 5" in str(found.value))
 
 

@@ -224,4 +224,4 @@ def test_the_library_is_described_for_its_variants_alone(bundle: Bundle, install
 
 def test_a_required_certificate_is_asked_for_first(bundle: Bundle) -> None:
     with pytest.raises(ParityError, match="no certificate that holds here"):
-        Engine.load(bundle.folder, variant=NAME, require_certificate=True)
+        Engine(bundle.folder, variant=NAME, require_certificate=True)

@@ -44,7 +44,7 @@ def other(tmp_path: Path) -> Keys:
 
 
 def load(plain: Path, key: Path) -> Engine:
-    return Engine.load(plain, require_certificate="recorded", trusted_key=key)
+    return Engine(plain, require_certificate="recorded", trusted_key=key)
 
 
 def test_a_signed_certificate_is_cited_with_its_key(plain: Path, keys: Keys) -> None:
@@ -55,7 +55,7 @@ def test_a_signed_certificate_is_cited_with_its_key(plain: Path, keys: Keys) -> 
         f", sha256 {sha256(file_of(plain))}), signed by {key_id}"
     )
     # Without a key to check it with, the signature is a claim.
-    assert Engine.load(plain).certificate.endswith(f", signature of {key_id} not checked")
+    assert Engine(plain).certificate.endswith(f", signature of {key_id} not checked")
     bundle = Bundle.load(plain)
     assert describe(bundle)[0][-2:] == (f"signature of {key_id} not checked", "holds")
     assert describe(bundle, Trust.load([public]))[0][-2:] == (f"signed by {key_id}", "holds")
@@ -65,7 +65,7 @@ def test_a_signed_certificate_is_cited_with_its_key(plain: Path, keys: Keys) -> 
 def test_two_people_sign(plain: Path, keys: Keys, other: Keys, tmp_path: Path) -> None:
     def loaded(least: int) -> Engine:
         publics = [keys[1], other[1]]
-        required = partial(Engine.load, plain, require_certificate="recorded")
+        required = partial(Engine, plain, require_certificate="recorded")
         return required(trusted_key=publics, require_signatures=least)
 
     bundle, second = Bundle.load(plain), load_private_key(other[0])
@@ -161,7 +161,7 @@ def test_elsewhere_only_what_is_signed_is_computed_again(
         raise AssertionError("proved an unsigned certificate")
 
     with pytest.raises(ParityError, match="is unsigned"):
-        Engine.load(plain, require_certificate="checkpoint", trusted_key=keys[1], prove=prove)
+        Engine(plain, require_certificate="checkpoint", trusted_key=keys[1], prove=prove)
 
 
 def test_an_unsigned_certificate_chooses_no_variant(plain: Path, keys: Keys) -> None:

@@ -155,7 +155,7 @@ def test_labels_through_bundle_and_engine_are_theirs(
     if kind == "roberta":
         limits["max_length"] -= 2  # positions of padding
     for variant in ("portable", "cpu-fp32"):
-        engine = Engine.load(bundle, variant=variant)
+        engine = Engine(bundle, variant=variant)
         assert checkpoint.head is not None
         labels = checkpoint.head.labels
         asked: list[Any] = [*TEXTS, *PAIRS]
@@ -218,7 +218,7 @@ def test_tags_are_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     import_pretrained(folder, run)
     checkpoint = load_checkpoint(run)
     unverified(checkpoint, bundle, Contents(texts=TEXTS[:3], variants=["cpu-fp32"]))
-    engine = Engine.load(bundle)
+    engine = Engine(bundle)
     assert checkpoint.head is not None
     *short, long = tag(engine, [*TEXTS, "mat " * 99], long_rows="truncate")
     for row, text in zip(short, TEXTS, strict=True):
@@ -265,7 +265,7 @@ def test_jobs_with_heads(
     kinds = [answer.get("error", {}).get("kind") for answer in answers]
     assert kinds == ([None] * 5 if task == "tag" else [None, None, "empty", "no-text", "no-text"])
     assert f"canaries {len(pairs)}, canaries identical {len(pairs)}" in result.stderr
-    engine = Engine.load(bundle)
+    engine = Engine(bundle)
     if task == "tag":
         for format in ("jsonl", "csv", "tsv", "parquet"):
             joined = tmp_path / f"joined.{format}"

@@ -303,7 +303,7 @@ def test_targets_and_prefixes_are_split_by_their_own_model(
     recorded = Reference.load(bundle / REFERENCE).searches
     assert recorded
     assert all("suppress" in item.options for item in recorded)
-    engine, scores = Engine.load(bundle), tmp_path / "scores.jsonl"
+    engine, scores = Engine(bundle), tmp_path / "scores.jsonl"
     tokenizer, prefix = engine.bundle.tokenizer, "hello world"
     assert tokenizer.encode(prefix) != tokenizer.encode_target(prefix)
     done("score", bundle, lines, "--target", lines, "-o", scores)

@@ -176,7 +176,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 @pytest.mark.parametrize("variant", ["portable", "cpu-fp32"])
 def test_engine_gives_these_vectors_in_any_batch(variant: str, made: Made) -> None:
-    with Engine.load(made.bundle, variant=variant) as engine:
+    with Engine(made.bundle, variant=variant) as engine:
         for side in ("query", "document"):
             found = list(engine.embed(SEVERAL, prompt=side))
             for text, row in zip(SEVERAL, found, strict=True):
@@ -200,7 +200,7 @@ def test_engine_gives_these_vectors_in_any_batch(variant: str, made: Made) -> No
 
 
 def test_batches_are_verified_and_faults_seen(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Engine.load(made.bundle) as engine:
+    with Engine(made.bundle) as engine:
         report = verify(made.checkpoint, engine.bundle, engine.model, Request(SEVERAL[2:5]))
         assert report.passed, report_text(report)
         assert "embed" in report.settings["tasks"]
@@ -233,7 +233,7 @@ def test_jobs_write_lists_of_vectors(made: Made, tmp_path: Path) -> None:
     rows = tmp_path / "rows.txt"
     rows.write_text("".join(f"{text}\n" for text in [*SEVERAL, ""]), encoding="utf-8")
     run = ("run", made.bundle, rows, "--task", "embed", "--prompt")
-    with Engine.load(made.bundle) as engine:
+    with Engine(made.bundle) as engine:
         for side, ending in (("query", "jsonl"), ("document", "jsonl"), ("document", "parquet")):
             out = tmp_path / f"{side}.{ending}"
             ran = call(*run, side, "-o", out, "--canary", "1/1")

@@ -131,7 +131,7 @@ def test_logits_of_two_tokens_score_a_pair(tmp_path: Path) -> None:
     require_scores(run, wanted)
     contents = Contents(texts=["the cat", "on"], variants=["portable"])
     unverified(load_checkpoint(run), bundle, contents)
-    engine = Engine.load(bundle)
+    engine = Engine(bundle)
     rows = list(rank(engine, [*PAIRS, ("the cat", " ")]))
     for row, logit in zip(rows, wanted, strict=False):
         assert abs(row.score - 1 / (1 + torch.exp(torch.tensor(-logit)).item())) < 1e-5

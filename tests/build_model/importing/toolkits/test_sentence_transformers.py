@@ -130,7 +130,7 @@ def test_vectors_are_those_of_sentence_transformers(kind: str, seed: int, tmp_pa
     checkpoint = load_checkpoint(run)
     unverified(checkpoint, bundle, Contents(texts=TEXTS[:3], variants=["cpu-fp32"]))
     for variant in ("portable", "cpu-fp32"):
-        engine = Engine.load(bundle, variant=variant)
+        engine = Engine(bundle, variant=variant)
         answers = list(embed(engine, TEXTS))
         whole = [len(theirs.tokenizer(text).input_ids) for text in TEXTS]
         assert [row.truncated for row in answers] == [each > LENGTH for each in whole]
@@ -256,7 +256,7 @@ def test_cross_encoders_of_sentence_transformers(tmp_path: Path) -> None:
     write(folder / "sentence_bert_config.json", reading)
     import_pretrained(folder, run)
     unverified(load_checkpoint(run), bundle, Contents(texts=TEXTS[:3]))
-    ranked = list(rank(Engine.load(bundle), PAIRS))
+    ranked = list(rank(Engine(bundle), PAIRS))
     assert [row.truncated for row in ranked] == [False, False, True, True]
     for row, pair in zip(ranked, PAIRS, strict=True):
         prompted = f"a {pair[0]}", pair[1]

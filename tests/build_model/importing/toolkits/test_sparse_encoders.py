@@ -107,7 +107,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 @pytest.mark.parametrize("variant", ["portable", "cpu-fp32"])
 def test_sparse_vectors_are_theirs(variant: str, made: Made) -> None:
     names = {token: name for name, token in made.checkpoint.tokenizer.vocabulary().items()}
-    with Engine.load(made.bundle, variant=variant) as engine:
+    with Engine(made.bundle, variant=variant) as engine:
         found = list(engine.embed(SEVERAL))
         few = list(engine.embed(SEVERAL, top=3))
         alone = [next(iter(engine.embed([text]))) for text in SEVERAL]
@@ -127,7 +127,7 @@ def test_sparse_vectors_are_theirs(variant: str, made: Made) -> None:
 
 
 def test_batches_are_verified_and_faults_seen(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Engine.load(made.bundle) as engine:
+    with Engine(made.bundle) as engine:
         report = verify(made.checkpoint, engine.bundle, engine.model, Request(SEVERAL[:1:-1]))
         assert report.passed, report_text(report)
         assert "embed" in report.settings["tasks"]
@@ -150,7 +150,7 @@ def test_in_8_bits_the_head_is_as_exact_as_in_float32(made: Made, tmp_path: Path
     model, special = made.checkpoint.model, made.checkpoint.tokenizer.special
     given = Contents(variants=["cpu-int8"], calibrate=[*TEXTS, *SEVERAL])
     unverified(made.checkpoint, tmp_path / "bundle", given)
-    with Engine.load(tmp_path / "bundle", variant="cpu-int8") as engine:
+    with Engine(tmp_path / "bundle", variant="cpu-int8") as engine:
         variant = engine.bundle.variant("cpu-int8")
         shown = ShownModel(engine.bundle, engine.model)
         calibration = Calibration.of(engine.bundle, variant)
@@ -172,7 +172,7 @@ def test_jobs_write_sparse_columns(made: Made, tmp_path: Path) -> None:
         assert "canaries identical 8" in ran.stderr
     lines = [json.loads(line) for line in outs["jsonl"].read_text(encoding="utf-8").splitlines()]
     table = parquet.read_table(outs["parquet"]).to_pylist()
-    with Engine.load(made.bundle) as engine:
+    with Engine(made.bundle) as engine:
         for row, line, cells in zip(engine.embed(SEVERAL), lines, table, strict=False):
             assert line["weights"].keys() == {*row.tokens}
             assert np.array([*line["weights"].values()], np.float32).tolist() == [*row.weights]

@@ -77,7 +77,7 @@ WorkQueue.put_back = told
 texts = json.load(sys.stdin)
 texts = [f"{{number}} {{text}}" for number in range(10) for text in texts]
 batches = BatchOptions(rows=rows, tokens=1 << 24)
-engine = Engine.load({str(bundle_folder)!r}, replicas=2, batches=batches)
+engine = Engine({str(bundle_folder)!r}, replicas=2, batches=batches)
 results = engine.generate(texts, GenerationOptions(max_length=4))
 print(json.dumps([back, [repr(result.hypotheses) for result in results]]))
 """

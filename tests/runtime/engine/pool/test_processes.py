@@ -24,7 +24,7 @@ from transferry.runtime.ort.session import SessionOptions
 @pytest.fixture(scope="module")
 def shared(bundle_folder: Path) -> Engine:
     batches = BatchOptions(rows=4, window=30)
-    return Engine.load(bundle_folder, replicas=3, processes=2, batches=batches)
+    return Engine(bundle_folder, replicas=3, processes=2, batches=batches)
 
 
 def elsewhere(engine: Engine) -> Engine:
@@ -67,7 +67,7 @@ def test_processes_have_replicas_on_the_cpu(
     bundle_folder: Path, named: dict[str, Any], expected: str
 ) -> None:
     with pytest.raises(UsageError, match=expected):
-        Engine.load(bundle_folder, replicas=2, **named)
+        Engine(bundle_folder, replicas=2, **named)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_copies_of_large_weights_are_few(engine: Engine) -> None:
 
 
 def test_a_process_that_ends_is_an_error(bundle_folder: Path, texts: list[str]) -> None:
-    engine = Engine.load(bundle_folder, replicas=2, processes=2)
+    engine = Engine(bundle_folder, replicas=2, processes=2)
     assert engine._processes is not None
     os.kill(engine._processes._replicas[0].process.pid or 0, signal.SIGKILL)
     with pytest.raises(InputError, match=r"exit code -9.*run fewer processes, or make"):
@@ -148,7 +148,7 @@ PROGRAM = """
 import itertools, sys
 from transferry.runtime.engine.engine import Engine
 
-engine = Engine.load(sys.argv[1], replicas=2, processes=2)
+engine = Engine(sys.argv[1], replicas=2, processes=2)
 print(*(each.process.pid for each in engine._processes._replicas), flush=True)
 for result in engine.generate(itertools.repeat("seven", int(sys.argv[2])), max_length=2):
     pass

@@ -66,7 +66,7 @@ def test_an_endless_stream_of_equal_rows_needs_no_end(bundle_folder: Path) -> No
         while True:
             yield "a dog"
 
-    engine = Engine.load(bundle_folder, batches=BatchOptions(rows=4, window=4))
+    engine = Engine(bundle_folder, batches=BatchOptions(rows=4, window=4))
     stream = engine.generate(endless(), GREEDY)
     assert len([next(stream) for _ in range(500)]) == 500
     stream.close()

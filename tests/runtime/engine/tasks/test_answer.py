@@ -132,7 +132,7 @@ def pipeline(
 def test_answers_are_those_of_the_pipeline(
     settings: dict[str, Any], variant: str, made: Made
 ) -> None:
-    with Engine.load(made.bundle, variant=variant) as engine:
+    with Engine(made.bundle, variant=variant) as engine:
         found = list(engine.answer(QUESTIONS, **settings))
     for row, (question, context) in zip(found, QUESTIONS, strict=True):
         wanted = pipeline(made.theirs, question, context, **settings)
@@ -147,7 +147,7 @@ def test_pairs_without_tokens_in_between_are_answered(tmp_path: Path) -> None:
     theirs = Theirs("qwen3", 0, tmp_path / "theirs", "ForQuestionAnswering")
     import_pretrained(tmp_path / "theirs", tmp_path / "run")
     unverified(load_checkpoint(tmp_path / "run"), tmp_path / "bundle", Contents(texts=TEXTS[:3]))
-    with Engine.load(tmp_path / "bundle", variant="portable") as engine:
+    with Engine(tmp_path / "bundle", variant="portable") as engine:
         assert not engine.bundle.tokenizer.special.between
         found = list(engine.answer(QUESTIONS))
     for row, (question, context) in zip(found, QUESTIONS, strict=True):
@@ -180,7 +180,7 @@ def test_windows_are_those_of_tokenizers(
 
 
 def test_batches_are_verified_and_faults_seen(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Engine.load(made.bundle) as engine:
+    with Engine(made.bundle) as engine:
         honest_parts: Any = task.parts
         honest_best: Any = task._Call._best
         wrong: Sequence[tuple[Any, str, Any]] = (
@@ -226,7 +226,7 @@ def test_jobs_answer_in_every_format(made: Made, tmp_path: Path) -> None:
             found[ending] = parquet.read_table(out).to_pylist()
     kinds = [each.get("error", {}).get("kind") for each in found["jsonl"]]
     assert kinds == [None] * 5 + ["empty", "no-text", "too-long"]
-    with Engine.load(made.bundle) as engine:
+    with Engine(made.bundle) as engine:
         for number, row in enumerate(engine.answer(QUESTIONS, top=2)):
             spans = [vars(each) for each in row.answers]
             best = {name: spans[0][name] for name in ("start", "end", "score")}
@@ -269,7 +269,7 @@ def test_a_tokenizer_without_places_answers_nothing(
 ) -> None:
     monkeypatch.setattr(HuggingFaceTokenizer, "places", AnyTokenizer.places)
     with (
-        Engine.load(made.bundle) as engine,
+        Engine(made.bundle) as engine,
         pytest.raises(UsageError, match="which tasks tag and answer need"),
     ):
         engine.answer(QUESTIONS)

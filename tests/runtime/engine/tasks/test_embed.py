@@ -19,7 +19,7 @@ TEXTS = ["a", *(pair.source for pair in builtin_pairs(25, seed=6))]
 
 @pytest.fixture(scope="module")
 def engine(reader_bundle_folder: Path) -> Engine:
-    return Engine.load(reader_bundle_folder, replicas=2)
+    return Engine(reader_bundle_folder, replicas=2)
 
 
 @pytest.mark.parametrize("pooling", ["mean", "first"])

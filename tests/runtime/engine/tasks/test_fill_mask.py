@@ -22,7 +22,7 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def engine(reader_bundle_folder: Path) -> Engine:
-    return Engine.load(reader_bundle_folder, replicas=2)
+    return Engine(reader_bundle_folder, replicas=2)
 
 
 def test_candidates_are_torch_s(engine: Engine, reader_run_folder: Path) -> None:

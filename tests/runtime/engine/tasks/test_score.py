@@ -22,12 +22,12 @@ PAIRS = builtin_pairs(30, seed=4)
 
 @pytest.fixture(scope="module")
 def translator(bundle_folder: Path) -> Engine:
-    return Engine.load(bundle_folder, replicas=2)
+    return Engine(bundle_folder, replicas=2)
 
 
 @pytest.fixture(scope="module")
 def writer(writer_bundle_folder: Path) -> Engine:
-    return Engine.load(writer_bundle_folder, replicas=2)
+    return Engine(writer_bundle_folder, replicas=2)
 
 
 def test_pairs_have_the_log_probabilities_of_torch(translator: Engine, run_folder: Path) -> None:

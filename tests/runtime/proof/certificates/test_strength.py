@@ -31,13 +31,13 @@ def test_a_claim_that_was_not_made_lowers_the_strength(
     assert found.strength == "checkpoint without fresh graphs"
     weaker: tuple[Strength, ...] = ("checkpoint without fresh graphs", "recorded")
     for strength in weaker:
-        cited = Engine.load(folder, require_certificate=strength).certificate
+        cited = Engine(folder, require_certificate=strength).certificate
         assert f"of {DATE} against the checkpoint without fresh graphs (variant" in cited
     named = claims.get(GRAPHS, "")
     with pytest.raises(
         ParityError, match=f"against the checkpoint without fresh graphs alone.*{named}"
     ):
-        Engine.load(folder, require_certificate=True)
+        Engine(folder, require_certificate=True)
     row = describe(Bundle.load(folder))[0]
     told = f"; not compared: graphs ({named})" if named else ""
     assert (row[1], row[-1]) == ("the checkpoint without fresh graphs", f"holds{told}")
@@ -48,7 +48,7 @@ def test_the_strongest_certificate_of_a_session_counts(folder: Path) -> None:
     against_the_run(folder)
     for name in ("a.json", "z.json"):
         (folder / FOLDER / name).write_bytes(weak)
-    assert Engine.load(folder, require_certificate=True)
+    assert Engine(folder, require_certificate=True)
 
 
 def test_a_stray_file_among_certificates_stops_nothing_and_is_told(folder: Path) -> None:
@@ -56,7 +56,7 @@ def test_a_stray_file_among_certificates_stops_nothing_and_is_told(folder: Path)
     for name, text in strays.items():
         (folder / FOLDER / name).write_text(text, encoding="utf-8")
     (folder / FOLDER / "dir.json").mkdir()
-    assert Engine.load(folder, require_certificate="recorded")
+    assert Engine(folder, require_certificate="recorded")
     verified(folder)
     told = {row[2]: row[-1] for row in describe(Bundle.load(folder)) if not row[0]}
     assert told.keys() == {*strays, "dir.json"}
@@ -64,14 +64,14 @@ def test_a_stray_file_among_certificates_stops_nothing_and_is_told(folder: Path)
     assert "is not a certificate" in told["x.json"]
     own = Cell.of(Bundle.load(folder).variant(), SessionOptions())
     (folder / FOLDER / own.file_name).unlink()
-    assert "certificates/other.json cannot be read" in Engine.load(folder).certificate
+    assert "certificates/other.json cannot be read" in Engine(folder).certificate
 
 
 def test_a_certificate_of_no_search_covers_no_decoder(folder: Path) -> None:
     rewrite(file_of(folder), searches=[])
     assert status(folder) == ("none", f"of {DATE}: it covers no search, and the model generates")
     with pytest.raises(ParityError, match="covers no search"):
-        Engine.load(folder, require_certificate="recorded")
+        Engine(folder, require_certificate="recorded")
     with pytest.raises(UsageError, match="no search was verified"):
         certified(folder, searches=[], force=True)
 

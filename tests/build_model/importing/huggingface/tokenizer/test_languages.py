@@ -179,7 +179,7 @@ def answer(made: Made, text: str, source: str, target: str, beam: int) -> list[i
 
 @pytest.mark.parametrize("beam", [1, 3])
 def test_answers_in_named_languages_are_theirs(made: Made, beam: int) -> None:
-    engine, languages = Engine.load(made[2]), made[3]
+    engine, languages = Engine(made[2]), made[3]
     pairs = [(one, other) for one in languages for other in languages]
     rows = [InLanguages(text, *pair) for text in TEXTS[:3] for pair in pairs]
     wanted = [answer(made, row.text, str(row.source), str(row.target), beam) for row in rows]
@@ -196,7 +196,7 @@ def test_answers_in_named_languages_are_theirs(made: Made, beam: int) -> None:
 @torch.inference_mode()
 def test_a_target_is_scored_after_its_language(made: Made) -> None:
     drawn, theirs, folder, languages = made
-    engine = Engine.load(folder)
+    engine = Engine(folder)
     named: dict[str, Any] = dict(source_language=languages[1], target_language=languages[2])
     for text, target in (("the cat", "Straße"), ("x", "a")):
         (row,) = score(engine, [(text, target)], **named)
@@ -215,7 +215,7 @@ def test_a_target_is_scored_after_its_language(made: Made) -> None:
 
 def test_languages_of_the_command_line(made: Made, tmp_path: Path) -> None:
     _, _, bundle, (_, second, third) = made
-    engine = Engine.load(bundle)
+    engine = Engine(bundle)
     lines, table, out = (tmp_path / name for name in ("lines.txt", "rows.jsonl", "out.jsonl"))
     lines.write_text("the cat\nStraße\n")
     short = ("--max-length", "8")
@@ -281,7 +281,7 @@ def test_a_column_that_is_none_is_told(made: Made, tmp_path: Path) -> None:
 
 
 def test_a_model_without_languages_says_so(bundle_folder: Path, tmp_path: Path) -> None:
-    engine = Engine.load(bundle_folder)
+    engine = Engine(bundle_folder)
     with pytest.raises(UsageError, match="has no languages, so language 'de' has no effect"):
         engine.generate(["x"], target_language="de")
     (tmp_path / "rows.csv").write_text("text,lang\nx,y\n")

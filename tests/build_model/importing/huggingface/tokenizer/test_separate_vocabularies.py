@@ -96,7 +96,7 @@ def test_answers_and_scores_are_theirs(tmp_path: Path, monkeypatch: pytest.Monke
     lines, scores = tmp_path / "lines.txt", tmp_path / "scores.jsonl"
     lines.write_text("".join(f"{text}\n" for text in TEXTS[:3]))
     for variant in ("portable", "cpu-fp32"):
-        engine = Engine.load(bundle, variant=variant)
+        engine = Engine(bundle, variant=variant)
         found = [row.text for row in engine.generate(TEXTS[:3], beam=3, max_length=10)]
         assert found == wanted
     done("score", bundle, lines, "--target", lines, "-o", scores)
@@ -110,7 +110,7 @@ def test_answers_and_scores_are_theirs(tmp_path: Path, monkeypatch: pytest.Monke
         assert abs(row["total"] - logits[range(len(labels)), labels].sum()) < 1e-3
     done("verify", bundle, *FEW, "--checkpoint", run, "--text", lines)
     # Ids as sources are ids of the source's table.
-    (row,) = Engine.load(bundle).generate([[len(theirs.encoder)]])
+    (row,) = Engine(bundle).generate([[len(theirs.encoder)]])
     assert row.error is not None
     assert f"expected token ids from 0 to {len(theirs.encoder) - 1}" in row.error.message
 
