@@ -45,8 +45,9 @@ MOST_ROWS, SMALL_LOGITS = 512, 1 << 21
 SCORED_TOKENS = 8192  # in a batch of answers
 SHAKES = 4  # of torch in float32, where an error exceeds its limit
 # Where it is so many times its limit at most: one rounding in 10 of a near tie in a softmax may be
-# 100 times the usual one.
-MORE_SHAKES, NARROWLY = 32, 16.0
+# 100 times the usual one. They count where they widen a limit so many times; otherwise their
+# largest would only let larger faults pass.
+MORE_SHAKES, NARROWLY, WIDER = 32, 16.0, 4.0
 BORDER_SHAKES = 8  # of values at borders: where few lie at one, each combination gives other bits
 SINGLE = -1  # torch in float32 alone, as `nearby`
 Found = TypeVar("Found")
@@ -156,7 +157,9 @@ class Oracle:
         limit = self.tolerance.budget
         beyond = [each for each in items if each.fault and each.error > limit(each.reference_error)]
         if beyond and all(each.error <= NARROWLY * each.budget for each in beyond):
-            items = compare(case, self.truth(case, MORE_SHAKES), found, self.tolerance, only)
+            more = compare(case, self.truth(case, MORE_SHAKES), found, self.tolerance, only)
+            pairs = zip(items, more, strict=True)
+            items = [new if new.budget > WIDER * old.budget else old for old, new in pairs]
         return items
 
     def judged(self, case: Case, sides: Sequence[Tensors], least: float = 0.0) -> Truth:

@@ -228,7 +228,7 @@ def test_only_what_is_not_near_torch_is_measured_in_float64(oracle: Oracle) -> N
     assert not asked
     # torch's own error, and so the limit, depends on the processor.
     name, place = "cross.0.keys", (1, 0, 0, 0)
-    small, large = (limit_at(oracle, case, name, place, shakes) for shakes in (0, MORE_SHAKES))
+    small, large = (limit_at(oracle, case, name, place, shakes) for shakes in (0, SHAKES))
     for error, fault in ((1.05 * large, True), (np.nan, True), (0.95 * small, False)):
         cross = honest[name].copy()
         cross[place] = oracle.truth(case).oracle[name][place] + error
