@@ -30,7 +30,8 @@ _LOGS = {
     "_delta_log/*": "Delta Lake",
     ".hoodie/*": "Hudi",
     "_spark_metadata/*": "Spark streaming",
-    "metadata/*.metadata.json": "Iceberg",
+    "metadata/v[0-9]*.metadata.json": "Iceberg",
+    f"metadata/{'[0-9]' * 5}-*.metadata.json": "Iceberg",
 }
 # Bytes of a file that are kept; rows beyond are read twice.
 _MOST_KEPT = 1 << 26

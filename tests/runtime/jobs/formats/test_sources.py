@@ -153,7 +153,7 @@ def test_what_is_no_input_is_told(
     for name in ("delta/_delta_log/00.json", "delta/day=1/a.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    for name in ("delta/metadata/00.metadata.json", "delta/day=1/a.txt"):
+    for name in ("delta/metadata/00001-9e3.metadata.json", "delta/day=1/a.txt"):
         stored.pipe(name, b"")
     with pytest.raises((InputError, UsageError), match=message):
         texts(*inputs)
@@ -170,6 +170,8 @@ def test_the_folder_of_a_table_is_read(bundle_folder: Path, tmp_path: Path) -> N
     pyarrow.parquet.write_to_dataset(table, folder, partition_cols=["lang", "day"])
     (folder / "_SUCCESS").touch()
     (folder / ".crc").touch()
+    (tmp_path / "metadata").mkdir()
+    (tmp_path / "metadata" / "video.metadata.json").touch()  # not of Iceberg
     done("run", bundle_folder, folder, "--column", "text", "-o", out.with_suffix(".parquet"))
     answered = pyarrow.parquet.read_table(out.with_suffix(".parquet"))
     expected = pyarrow.dataset.dataset(folder, partitioning="hive").to_table()
