@@ -91,11 +91,8 @@ def staged_folder(out: Path) -> Iterator[Path]:
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             for rest in folder.parent.glob(".*.*.part"):
-                # One without content may be too new to be locked.
-                if _is_for(rest, out) and any(rest.iterdir()):
-                    with _locked(rest) as free:
-                        if free:
-                            shutil.rmtree(rest, ignore_errors=True)
+                with suppress(OSError):  # of another user, or removed meanwhile
+                    _remove_rest(rest, out)
             folder.mkdir()
             with _locked(folder):
                 yield folder
@@ -105,10 +102,14 @@ def staged_folder(out: Path) -> Iterator[Path]:
             undo()
 
 
-def _is_for(folder: Path, out: Path) -> bool:
-    """Whether this is a temporary folder for `out`."""
+def _remove_rest(folder: Path, out: Path) -> None:
+    """Removes a folder if it is a temporary one for `out` that no living process has locked."""
     ours = re.fullmatch(TEMPORARY, folder.name) and folder.is_dir()
-    return bool(ours) and folder.stem.rpartition(".")[0] == f".{out.name[:20]}"
+    # One without content may be too new to be locked.
+    if ours and folder.stem.rpartition(".")[0] == f".{out.name[:20]}" and any(folder.iterdir()):
+        with _locked(folder) as free:
+            if free:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

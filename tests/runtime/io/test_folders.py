@@ -46,3 +46,16 @@ def test_rests_of_killed_processes_are_removed(tmp_path: Path) -> None:
     with staged_folder(out) as folder:
         assert {*tmp_path.iterdir()} == {*kept, folder}
     assert {*tmp_path.iterdir()} == kept
+
+
+def test_the_rest_of_another_user_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rest = tmp_path / ".bundle.0123456789abcdef.part"
+    rest.mkdir()
+
+    def unreadable(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "iterdir", unreadable)
+    with staged_folder(tmp_path / "bundle") as folder:
+        assert folder.is_dir()
+    assert rest.is_dir()
