@@ -184,9 +184,9 @@ def training(
 
 def require_state(out: Path) -> None:
     """Raises InputError for a training that was killed before it saved anything."""
-    if not (out / STATE).exists():
-        told = f"nothing was saved yet, so there is nothing to resume; {START_OVER}"
-        raise InputError(f"{out}: {told}")
+    if not (path := out / STATE).exists():
+        told = "nothing was saved yet, so there is nothing to resume"
+        raise InputError(f"{path} is missing: {told}; {START_OVER}")
 
 
 def _tidy(out: Path) -> None:

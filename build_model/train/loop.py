@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from transferry.build_model import checkpoint
 from transferry.build_model.allocator import freed_memory_kept
-from transferry.build_model.checkpoint_folder import CONFIG, START_OVER, STATE
+from transferry.build_model.checkpoint_folder import CONFIG, START_OVER, STATE, require_state
 from transferry.build_model.model.config import ModelConfig
 from transferry.build_model.model.transformer import Transformer
 from transferry.build_model.train.data import (
@@ -425,9 +425,8 @@ class Trainer:
             ) from error
 
     def _restore(self) -> None:
+        require_state(self.folder)
         path = self.folder / STATE
-        if not path.exists():
-            raise InputError(f"{path} is missing, so there is nothing to resume; {START_OVER}")
         tensors, record = checkpoint.load_tensors(path)
         if record.get("data") != self.fingerprint:
             raise InputError(
