@@ -99,7 +99,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     record = read_document(path, dict[str, Any], REMEDY)
     if "model_type" in record:
         raise InputError(f"{folder}: expected a checkpoint, {found_at(folder)}")
-    if record.get("format") != FORMAT:
+    if record.get("format") is True or record.get("format") != FORMAT:
         raise InputError(
             f"{path} must have format {FORMAT}, found {record.get('format', 'none')!r}; use the "
             "version of transferry that wrote it"

@@ -25,22 +25,19 @@ class TokenizerSettings(msgspec.Struct):
     special: SpecialTokens
     kind: str = "tiktoken"
     vocabulary_size: Id | None = None
-    pattern: Annotated[str, Meta(max_length=10_000)] = ""
+    pattern: Annotated[str, Meta(min_length=1, max_length=10_000)] = ""
     first_ordinary_id: Id | None = None
     kept_ranks: list[Id] | None = None
 
 
-def _plain(schema: Any, inside: str = "") -> Any:
-    """Returns a schema without descriptions; ids of special tokens are at least 0, as in Python."""
+def _plain(schema: Any) -> Any:
+    """Returns a schema without descriptions."""
     if isinstance(schema, list):
-        return [_plain(each, inside) for each in schema]
+        return [_plain(each) for each in schema]
     if not isinstance(schema, dict):
         return schema.replace(r"\Z", "$") if isinstance(schema, str) else schema
     named = {"title", "description"} if "type" in schema else set()
-    made = {key: _plain(each, inside) for key, each in schema.items() if key not in named}
-    if inside == "SpecialTokens" and made.get("type") == "integer":
-        made |= {"minimum": 0}
-    return made
+    return {key: _plain(each) for key, each in schema.items() if key not in named}
 
 
 def _one_of(names: Iterable[str]) -> dict[str, str]:
@@ -51,7 +48,7 @@ def page() -> str:
     """Returns the module."""
     kinds = (Manifest, ModelLimits, TokenizerSettings)
     _, found = msgspec.json.schema_components(kinds, ref_template="{name}")
-    schemas = {name: _plain(schema, name) for name, schema in found.items()}
+    schemas = {name: _plain(schema) for name, schema in found.items()}
     special = schemas["SpecialTokens"]
     special |= {"required": sorted(NEEDED), "propertyNames": _one_of(special["properties"])}
     constants = {

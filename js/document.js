@@ -76,7 +76,7 @@ function defect(value, schema, where) {
     return expected(`${schema.minimum} to ${schema.maximum ?? "more"}`);
   }
   const size = value?.length;
-  if (size < (schema.minItems ?? 0) || size > (schema.maxItems ?? schema.maxLength ?? Infinity)) {
+  if (size < (schema.minItems ?? schema.minLength ?? 0) || size > (schema.maxItems ?? schema.maxLength ?? Infinity)) {
     return `expected another length at ${where}, found ${size}`;
   }
   if (schema.pattern && !new RegExp(schema.pattern).test(value)) return expected(schema.pattern);

@@ -30,7 +30,7 @@ function kindOf(settings) {
         "export the bundle again",
     );
   }
-  const kind = settings.kind ?? "tiktoken";
+  const { kind = "tiktoken" } = settings;
   if (!Object.hasOwn(KINDS, kind)) {
     throw new UsageError(
       `the bundle's tokenizer is of kind ${kind}, and this package reads ${Object.keys(KINDS).join(", ")}; ` +
@@ -53,8 +53,8 @@ export function tokenizerFiles(settings) {
  * @param {{encode(text: string): number[], decode(ids: number[]): string}} [other] replaces it
  */
 export function openTokenizer(settings, contents, other) {
-  const bytePair = (settings.kind ?? "tiktoken") === "tiktoken";
-  const missing = (bytePair ? OF_RANKS : ["vocabulary_size"]).find((name) => !Object.hasOwn(settings, name));
+  const { kind = "tiktoken" } = settings;
+  const missing = (kind === "tiktoken" ? OF_RANKS : ["vocabulary_size"]).find((name) => !Object.hasOwn(settings, name));
   if (missing) throw new InputError(`tokenizer.json: expected the key ${missing}; export the bundle again`);
   check(settings, "TokenizerSettings", "tokenizer.json");
   const special = new SpecialTokens(settings.special);

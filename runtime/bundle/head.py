@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
+
+from msgspec import Meta
 
 from transferry.runtime.errors import UsageError
-from transferry.runtime.settings import Whole, shown
+from transferry.runtime.settings import MOST, Whole, shown
 
 # Ways of joining labelled tokens to entities; see `runtime/engine/tasks/tag.py`.
 Aggregation = Literal["none", "simple", "first", "average", "max"]
@@ -23,9 +25,9 @@ class Side:
     """
 
     longest: Whole
-    before: tuple[int, ...] = ()
-    fill: int = -1
-    skipped: tuple[int, ...] = ()
+    before: tuple[Whole, ...] = ()
+    fill: Annotated[int, Meta(ge=-1, le=MOST)] = -1
+    skipped: tuple[Whole, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from transferry.runtime.errors import InputError, Option, UsageError
 from transferry.runtime.io.atomic import atomic_file
 from transferry.runtime.io.documents import parse_document
 from transferry.runtime.io.whole import read_bytes
-from transferry.runtime.settings import shown
+from transferry.runtime.settings import Whole, shown
 from transferry.runtime.tokenizer.chat import (
     TEMPLATE_FILE,
     ChatTemplate,
@@ -106,19 +106,19 @@ class SpecialTokens:
             the tokenizer's files do not tell them.
     """
 
-    pad_id: int = 0
-    bos_id: int = 1
-    eos_id: int = 2
-    mask_id: int | None = None
-    before: tuple[int, ...] = ()
-    after: tuple[int, ...] = (2,)
-    more_ends: tuple[int, ...] = ()
-    between: tuple[int, ...] = ()
-    languages: Mapping[str, int] = field(default_factory=dict)
+    pad_id: Whole = 0
+    bos_id: Whole = 1
+    eos_id: Whole = 2
+    mask_id: Whole | None = None
+    before: tuple[Whole, ...] = ()
+    after: tuple[Whole, ...] = (2,)
+    more_ends: tuple[Whole, ...] = ()
+    between: tuple[Whole, ...] = ()
+    languages: Mapping[str, Whole] = field(default_factory=dict)
     begins_with_language: bool = False
-    longest: int = 0
+    longest: Whole = 0
     keeps_end: bool = False
-    texts: Mapping[str, int] = field(default_factory=dict)
+    texts: Mapping[str, Whole] = field(default_factory=dict)
     joins: bool = False
 
     def __post_init__(self) -> None:
@@ -412,7 +412,7 @@ def read_settings(folder: Path, read: Callable[[str], bytes] | None = None) -> d
     content = (read or partial(_read, folder))(SETTINGS_FILE)
     settings = parse_document(content, dict[str, Any], str(path), "restore the file")
     found = settings.get("format_version")
-    if found != FORMAT_VERSION:
+    if found is True or found != FORMAT_VERSION:
         raise InputError(
             f"{path}: expected format version {FORMAT_VERSION}, found {found}. "
             "Export again with this version of transferry."

@@ -134,6 +134,7 @@ def record(**changes: Any) -> dict[str, Any]:
     [
         (record(format=2), "must have format 1, found 2"),
         (record(format="1"), "must have format 1, found '1'"),
+        (record(format=True), "must have format 1, found True"),
         (record(model={**SHAPE.to_dict(), "depth": 3}), "ModelConfig has no depth"),
         (record(model={**SHAPE.to_dict(), "heads": 3}), "found 16"),
         (record(model={**SHAPE.to_dict(), "dropout": "none"}), "not the config of a checkpoint"),

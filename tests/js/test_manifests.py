@@ -141,8 +141,8 @@ def test_settings_of_a_tokenizer_are_refused_as_in_python(
             return text.encode() if name == "tokenizer.json" else (folder / name).read_bytes()
 
         ids, refused = None, ""
-        # JavaScript has limits of its own, and true is no number there.
-        if re.search(r'"longest": -|2147483648|9007199254740991|_version": true', text):
+        # JavaScript has limits of its own.
+        if re.search(r"2147483648|9007199254740991", text):
             continue
         try:
             tokenizer = load_tokenizer(folder, read)
