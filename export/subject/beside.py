@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from transferry.build_model.importing.huggingface.folder import TOKENIZER_CONFIG
 from transferry.build_model.importing.huggingface.importer import read_pretrained
 from transferry.build_model.importing.imported import Imported
 from transferry.runtime.errors import InputError, UsageError
@@ -27,7 +28,7 @@ CONFIG, GENERATION, LABELS = "config.json", "generation_config.json", ("id2label
 GROUPS: Mapping[str, Sequence[str]] = {
     "tokenizer": (
         *VOCABULARY,
-        *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+        *(TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json"),
         "chat_template.jinja",
     ),
     # Older files have settings of generation in config.json.
@@ -38,6 +39,7 @@ GROUPS: Mapping[str, Sequence[str]] = {
     ),
     "preprocessor": ("preprocessor_config.json",),
 }
+OF_TRANSFORMERS = ("split_special_tokens", "padding_side")  # change ids or positions there alone
 MOST_SHOWN = 3
 SPACED = "Is it 's ? No , it is n't !  Yes ."  # whose blanks some settings remove
 REMEDY = "write it again"
@@ -109,6 +111,12 @@ class Beside:
         if group != "tokenizer":
             return "equal", problems
         texts, first = compared_texts(found.tokenizer, expected.tokenizer, self.texts)
+        theirs, ours = (
+            {"split_special_tokens": False, **_settings(each / TOKENIZER_CONFIG)}
+            for each in (self.folder, self.reference)
+        )
+        ours = {name: ours[name] for name in OF_TRANSFORMERS if name in ours}
+        problems += [*_differences(theirs, ours, both=True), *_lacked(found, expected)]
         return f"{texts:,} texts equal", [*first, *problems]
 
 
@@ -138,6 +146,15 @@ def compared_texts(
     if type(found) is type(expected):
         problems = [*_differences(_table(found), _table(expected)), *problems]
     return len(whole), problems
+
+
+def _lacked(found: Imported, expected: Imported) -> list[str]:
+    """Returns the notes on tokens without a row in the model that one of the two alone has."""
+    ours, theirs = (
+        {note for note in each.notes if "left out, since the model has" in note}
+        for each in (found, expected)
+    )
+    return [*sorted(ours - theirs), *(f"the reference: {each}" for each in sorted(theirs - ours))]
 
 
 def _table(tokenizer: AnyTokenizer) -> dict[str, Any]:

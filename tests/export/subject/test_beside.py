@@ -117,6 +117,22 @@ FAULTS: dict[str, tuple[str, str, Change, str]] = {
     "end of an answer": ("llama", GENERATION, lambda c: c.update(eos_token_id=7), "labels"),
     "beams": ("marian", GENERATION, lambda c: c.update(num_beams=7), "generation"),
     "labels": ("bert", "config.json", lambda c: swapped(c["id2label"], 0, 1), "labels"),
+    "token that the model lacks": (
+        *("llama", "tokenizer_config.json", lambda c: c.update(extra_special_tokens=["hello"])),
+        "tokenizer",
+    ),
+    "special tokens split": (
+        *("llama", "tokenizer_config.json", lambda c: c.update(split_special_tokens=True)),
+        "tokenizer",
+    ),
+    "special tokens of Marian split": (
+        *("marian", "tokenizer_config.json", lambda c: c.update(split_special_tokens=True)),
+        "tokenizer",
+    ),
+    "token that Marian lacks": (
+        *("marian", "tokenizer_config.json"),
+        *(lambda c: c.update(extra_special_tokens={"x": "hello"}), "tokenizer"),
+    ),
     "length": ("bert", "tokenizer_config.json", lambda c: c.update(model_max_length=12), "token"),
 }
 

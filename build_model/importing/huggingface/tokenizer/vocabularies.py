@@ -127,7 +127,10 @@ def _special_texts(pretrained: PretrainedFolder, name: str, size: int) -> dict[s
         if "special_tokens" in name or name.endswith("_token"):
             settings.get(name)
             pretrained.special_tokens.get(name)
-            named += values[name] if isinstance(values[name], list) else [values[name]]
+            value = values[name]
+            if isinstance(value, dict) and "special_tokens" in name:  # by names of their own
+                value = [*value.values()]
+            named += value if isinstance(value, list) else [value]
     texts = [each.get("content") if isinstance(each, dict) else each for each in named]
     texts = [*listed, *(text for text in texts if isinstance(text, str))]
     for text in texts:  # transformers numbers new ones from the size of the table on

@@ -297,8 +297,12 @@ def test_without_transformers_the_command_that_installs_it_is_told(
 @pytest.mark.parametrize("cleans", [False, True])
 def test_marian_cleans_up_as_its_class_does(cleans: bool, tmp_path: Path) -> None:
     size = marian_vocabulary(tmp_path)
-    settings = {"clean_up_tokenization_spaces": cleans, "tokenizer_class": "MarianTokenizer"}
-    settings["additional_special_tokens"] = ["<new>", "▁the", "<beyond>"]
+    settings: dict[str, Any] = {"clean_up_tokenization_spaces": cleans}
+    settings["tokenizer_class"] = "MarianTokenizer"
+    tokens = ["<new>", "▁the", "<beyond>"]
+    named = dict(zip("abc", tokens, strict=True))
+    key, value = ("additional", tokens) if cleans else ("extra", named)
+    settings[f"{key}_special_tokens"] = value
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     ids = {"eos_token_id": 0, "pad_token_id": size - 1, "decoder_start_token_id": size - 1}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "marian", **ids}))
