@@ -43,36 +43,39 @@ class Fault:
     wrong: str = ""
 
 
-KERNELS, OPERATORS = "kernels.cpp", "operators.cpp"
+KERNELS, LAYER, OPERATORS = "kernels.cpp", "layer.h", "operators.cpp"
 FAULTS = (
     Fault("none"),
     Fault("inputs clamped one too early", KERNELS, "float(255 - zero)", "float(254 - zero)"),
     Fault(
-        "inputs rounded down",
+        "inputs rounded down", KERNELS, "round_to_even(x) + zero", "round_to_even(x - 0.5f) + zero"
+    ),
+    Fault(
+        "a quotient of 12 bits",
         KERNELS,
-        "min(max(x / scale, low), high)",
-        "min(max(x / scale, low), high) - 0.5f",
+        "Floats near = x * inverse;",
+        "Floats near = x * inverse * 1.0002f;",
     ),
     Fault(
         "products of a last row twice", KERNELS, "row += height;", "row += height - (rest == 2);"
     ),
-    Fault("no bias", OPERATORS, "std::copy(given, given + outputs, all_bias.begin());", ""),
+    Fault("no bias", LAYER, "std::copy(given, given + outputs, all_bias.begin());", ""),
     Fault(
         "bias of the last output missing",
-        OPERATORS,
+        LAYER,
         "std::copy(given, given + outputs, all_bias.begin());",
         "std::copy(given, given + outputs - 1, all_bias.begin());",
     ),
     Fault(
         "scale of one output off by 2^-12",
-        OPERATORS,
+        LAYER,
         "all_scales[n] = factor * each[n];",
         "all_scales[n] = factor * each[n] * (n == 5 ? 1.000244f : 1.f);",
     ),
-    Fault("zero point of inputs forgotten", OPERATORS, "starts[n] -= input_zero * w[i];", ""),
+    Fault("zero point of inputs forgotten", LAYER, "starts[n] -= input_zero * w[i];", ""),
     Fault(
         "one input dropped",
-        OPERATORS,
+        LAYER,
         "% 64 * 4 + i % 4] = w[i];",
         "% 64 * 4 + i % 4] = i == 9 ? 0 : w[i];",
     ),
@@ -81,8 +84,8 @@ FAULTS = (
     Fault(
         "residual of the first row",
         KERNELS,
-        "++r, x += width, residual += width",
-        "++r, x += width",
+        "residual += R * width",
+        "residual += 0",
     ),
     Fault(
         "mean of one value less", KERNELS, "(t[1] + t[3])) / width", "(t[1] + t[3])) / (width - 1)"
@@ -90,14 +93,48 @@ FAULTS = (
     Fault(
         "a coarse exponential",
         KERNELS,
-        "e = unless_masked(exponential(x - peak), x);",
-        "e = unless_masked(exponential(x - peak) * 1.0001f, x); if (c) e = e * 1.0001f;",
+        "e = exponential(load(scores + c) - peak);",
+        "e = exponential(load(scores + c) - peak); if (c) e = e * 1.0001f;",
     ),
     Fault(
         "the last column unread",
         KERNELS,
         "for (int c = 0; c < a.columns; ++c) {\n      const Element* value",
         "for (int c = 0; c < a.columns - (a.columns > 9); ++c) {\n      const Element* value",
+    ),
+    Fault(
+        "rows of AMX's second tile from the first",
+        KERNELS,
+        "_tile_loadd(5, x[1] + i",
+        "_tile_loadd(5, x[0] + i",
+    ),
+    Fault(
+        "64 inputs less in AMX's tiles",
+        KERNELS,
+        "i < w.inputs; i += 64, weights",
+        "i < w.inputs - 64; i += 64, weights",
+    ),
+    Fault(
+        "exponentials of the last part left out",
+        OPERATORS,
+        "part < parts; ++part",
+        "part < parts - 1; ++part",
+    ),
+    Fault("the last part unranked", OPERATORS, "n < tokens && n <", "n < tokens - PART && n <"),
+    Fault(
+        "of equal logits the last first",
+        KERNELS,
+        "logits[token] > best.logits[place - 1]",
+        "logits[token] >= best.logits[place - 1]",
+    ),
+    Fault(
+        "ranked without order", KERNELS, "for (; place > 0 && logits", "for (; place > 9 && logits"
+    ),
+    Fault(
+        "maxima of half a segment",
+        OPERATORS,
+        "largest(x + n, SEGMENT)",
+        "largest(x + n, SEGMENT / 2)",
     ),
     Fault("no mask in the encoder", KERNELS, "if (!a.mask[c])", "if (false)"),
     Fault(

@@ -1,6 +1,7 @@
 """Builds the package transferry_kernels for the tests, where it is not installed."""
 
 import importlib.util
+import os
 import platform
 import re
 import shutil
@@ -34,7 +35,11 @@ def flags(command: str) -> list[str]:
     """Flags of a command of CMakeLists.txt, named with its first arguments."""
     found = re.search(rf"{command}([^)]*)\)", SETTINGS)
     assert found, command
-    return re.findall(r"-\S+", found[1])
+    earlier = re.findall(r"\$\{(\w+)\}", found[1])  # variables
+    return [
+        *(flag for name in earlier for flag in flags(rf"set\({name}")),
+        *re.findall(r"-\S+", found[1]),
+    ]
 
 
 def build(folder: Path, *more: str, compiler: str = "g++") -> None:
@@ -53,9 +58,12 @@ def build(folder: Path, *more: str, compiler: str = "g++") -> None:
         common += flags(r'"GNU"\)\s*add_compile_options')
     common += more
     parts = {name: [f"{SOURCE}/src/{name}.cpp"] for name in ("library", "operators")}
-    for isa in ("avx2", "avx512"):
-        own = flags(rf"target_compile_options\(\s*{isa}")
-        parts[isa] = [f"{SOURCE}/src/kernels.cpp", f"-DISA={isa}", *own]
+    probe = [compiler, *flags(r"set\(amx"), "-E", "-x", "c++", os.devnull]
+    has_amx = subprocess.run(probe, capture_output=True, check=False).returncode == 0
+    if has_amx:
+        parts["library"].append("-DHAS_AMX")
+    for isa in ("avx2", "avx512", "amx")[: 2 + has_amx]:
+        parts[isa] = [f"{SOURCE}/src/kernels.cpp", f"-DISA={isa}", *flags(rf"set\({isa}")]
     objects = [str(folder / f"{name}.o") for name in parts]
     running = [
         subprocess.Popen([*common, "-c", *own, "-o", made], stderr=subprocess.PIPE, text=True)

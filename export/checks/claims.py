@@ -191,8 +191,8 @@ def _variant_problems(variant: Variant, config: ModelConfig) -> Iterator[str]:
             kept = "int8"
         cache = recipe.fused, kept, "state" if config.recurrent else "columns"
     yield _unequal("cache", cache, variant.cache and astuple(variant.cache))
-    ranks = bool(recipe.fused and cache and recipe.providers != ("cpu",))
-    yield _unequal("top_k", ranks, variant.top_k)
+    ranks = "top_k" in variant.graphs if recipe.precision.kernels else not recipe.on_cpu
+    yield _unequal("top_k", bool(recipe.fused and cache and ranks), variant.top_k)
     yield _unequal("reference", recipe.reference, variant.reference)
     screened = {"approximate_logits", "lm_head"} <= variant.graphs.keys()
     if screened != bool(variant.screen):

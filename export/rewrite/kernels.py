@@ -18,6 +18,7 @@ from transferry.export.recipes import Recipe
 from transferry.export.rewrite import kv_cache_int8
 from transferry.export.rewrite.calibration import Calibration
 from transferry.export.rewrite.fused import IN_HEADS, LAST_TWO
+from transferry.export.rewrite.lm_head import ranked_layer_graph
 from transferry.export.trace.editing import (
     KERNELS,
     alike,
@@ -33,7 +34,7 @@ from transferry.export.trace.editing import (
 from transferry.export.trace.graph import Graph, Traces
 from transferry.runtime.errors import UsageError
 
-VERSION = 1
+VERSION = 2
 GRAPHS = ("encoder", "decoder", "lm_head")
 LANES, WIDEST_HEAD = 16, 256  # widths fill vectors of 16
 MOST_INPUTS = 1 << 16  # whose sum of products fits int32
@@ -55,11 +56,14 @@ def int8(
         UsageError: No chain has a kernel. The variant would be cpu-int8, but need the package.
     """
     graphs = kv_cache_int8.int8(model, recipe, traces, calibration)
-    if not sum(insert_kernels(graphs[name]) for name in GRAPHS if name in graphs):
+    found = sum(insert_kernels(graphs[name]) for name in GRAPHS if name in graphs)
+    if not found:
         raise UsageError(
             f"variant {recipe.name}: no operator of this model has a kernel, which takes widths in "
             "multiples of 16; choose --variant cpu-int8"
         )
+    if "lm_head" in graphs:
+        _add_search_kernels(graphs)
     return graphs
 
 
@@ -83,6 +87,24 @@ def insert_kernels(graph: Graph) -> int:
     if found := sum(node.domain == KERNELS for node in nodes):
         graph.model.opset_imports[KERNELS] = VERSION
     return found
+
+
+def _add_search_kernels(graphs: dict[str, Graph]) -> None:
+    """Adds top-k, of an LM head that is one layer, and sums of exponentials in its order.
+
+    So a score has the same bits, whether a step returns all logits or the largest ones.
+    """
+    head, sums = graphs["lm_head"], graphs["exp_sums"].model
+    layers = [node.op_type for node in head.model.graph]
+    if layers == ["Linear"]:
+        graphs["top_k"] = ranked_layer_graph(head)
+    node = ir.node("ExpSums", sums.graph.inputs, domain=KERNELS, num_outputs=2)
+    for old, output in zip(sums.graph.outputs, node.outputs, strict=True):
+        alike(output, old).name = old.name
+    sums.graph.outputs[:] = node.outputs
+    drop_unused(sums.graph)
+    sums.graph.append(node)
+    sums.opset_imports[KERNELS] = VERSION
 
 
 def _drop(node: ir.Node) -> None:

@@ -4,7 +4,7 @@ Top-k runs on the device, so that few numbers are copied to the host. Screened a
 in `runtime.ort.screened_argmax`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -12,13 +12,22 @@ import onnx_ir as ir
 
 from transferry.build_model.model.transformer import Transformer
 from transferry.export.rewrite.linear_int8 import quantised_weight, transposed
-from transferry.export.trace.editing import CONTRIB, argument, described, drop_unused, register
+from transferry.export.trace.editing import (
+    CONTRIB,
+    KERNELS,
+    argument,
+    described,
+    drop_unused,
+    register,
+)
 from transferry.export.trace.graph import Graph, spec
-from transferry.runtime.bundle.specs import GraphSpec, StoredTensor
+from transferry.runtime.bundle.specs import GraphSpec, Role, StoredTensor
 from transferry.runtime.errors import ParityError
 
 # With fewer tokens the LM head is a small part of a step.
 SMALLEST_VOCABULARY = 2048
+COUNT = spec("count", "int64", 1)  # k
+LINEAR_INPUTS = 7  # of the kernel Linear, with the bias
 
 
 def top_k_graph(head: Graph) -> Graph:
@@ -29,22 +38,43 @@ def top_k_graph(head: Graph) -> Graph:
     """
     model = head.model.clone()
     graph, tape = model.graph, ir.tape.Tape(model.graph)
-    logits = graph.outputs[0]
-    count = spec("count", "int64", 1)
-    graph.inputs.append(described(ir.Value(), count))
+    logits, count = graph.outputs[0], described(ir.Value(), COUNT)
     first, second = (register(graph, f"rank.{n}", np.array([n])) for n in (0, 1))
     # Of equal logits the lower token comes first (ONNX, TopK).
-    top = tape.op_multi_out("TopK", [logits, graph.inputs[-1]], {"axis": 1}, num_outputs=2)
+    top = tape.op_multi_out("TopK", [logits, count], {"axis": 1}, num_outputs=2)
     largest = tape.op("Slice", [top[0], first, second, second])
     powers = tape.op("Exp", [tape.op("Sub", [logits, largest])])
     sums = tape.op("ReduceSum", [powers, second], {"keepdims": 0})
+    return _ranked(head, model, count, (*top, sums), "relative_sums")
+
+
+def ranked_layer_graph(head: Graph) -> Graph:
+    """Returns an LM head of one Linear with top-k: hidden, count -> ..., exp_sums.
+
+    The operators are those of transferry-kernels.
+    """
+    model = head.model.clone()
+    (layer,), count = model.graph, described(ir.Value(), COUNT)
+    inputs = *layer.inputs, *[None] * (LINEAR_INPUTS - len(layer.inputs)), count
+    outputs = ir.tape.Tape(model.graph).op_multi_out(
+        "LinearRank", inputs, domain=KERNELS, num_outputs=3
+    )
+    model.graph.outputs.clear()
+    model.graph.remove(layer, safe=True)
+    return _ranked(head, model, count, outputs, "exp_sums")
+
+
+def _ranked(
+    head: Graph, model: ir.Model, count: ir.Value, outputs: Sequence[ir.Value], sums: Role
+) -> Graph:
+    model.graph.inputs.append(count)
     specs = (
         spec("top_logits", "float32", "rows", "count"),
         spec("top_tokens", "int64", "rows", "count"),
-        spec("relative_sums", "float32", "rows"),
+        spec(sums, "float32", "rows"),
     )
-    graph.outputs[:] = [described(*both) for both in zip((*top, sums), specs, strict=True)]
-    return Graph(model, GraphSpec("top_k.onnx", (*head.spec.inputs, count), specs))
+    model.graph.outputs[:] = [described(*both) for both in zip(outputs, specs, strict=True)]
+    return Graph(model, GraphSpec("top_k.onnx", (*head.spec.inputs, COUNT), specs))
 
 
 def is_screened(model: Transformer) -> bool:

@@ -8,6 +8,7 @@
 // might take AVX-512 code of a shared template for the whole library.
 #include "kernels.h"
 
+#include <algorithm>
 #include <cmath>
 
 #include "lanes.h"
@@ -19,13 +20,38 @@
 #endif
 
 namespace {
-// QuantizeLinear: x / scale, clamped and rounded to even, plus zero.
-inline void quantize(Floats x, float scale, int zero, uint8_t* y) {
-  Floats low = broadcast(float(-zero)), high = broadcast(float(255 - zero));
-  store_bytes(y, round_to_even(min(max(x / scale, low), high)) + zero);
-}
-void quantize(const float* x, int64_t count, float scale, int zero, uint8_t* q) {
-  for (int64_t i = 0; i < count; i += 16) quantize(load(x + i), scale, zero, q + i);
+// QuantizeLinear: x / scale, clamped and rounded to even, plus zero. A division takes 16 cycles, most
+// of a small layer's. Of a quotient within one unit in the last place, one step with the rounded
+// reciprocal gives the correctly rounded one (Markstein 1990); the step before it gets it there.
+// x is clamped first: the integers of both bounds, a rounding away, are theirs.
+struct Quantizer {
+  Floats scale, inverse, low, high;
+  int zero;
+  bool divides;
+
+  explicit Quantizer(const Weights& w)
+      : scale(broadcast(w.input_scale)),
+        inverse(broadcast(w.input_inverse)),
+        zero(w.input_zero),
+        divides(w.input_inverse == 0) {
+    const float unit = divides ? 1.f : w.input_scale;
+    low = broadcast(unit * float(-zero));
+    high = broadcast(unit * float(255 - zero));
+  }
+  void operator()(Floats x, uint8_t* y) const {
+    if (divides) x = x / scale;
+    x = min(max(x, low), high);
+    if (!divides) {
+      Floats near = x * inverse;
+      near = fma(less_product(near, scale, x), inverse, near);
+      x = fma(less_product(near, scale, x), inverse, near);
+    }
+    store_bytes(y, round_to_even(x) + zero);
+  }
+};
+void quantize(const Weights& w, const float* x, int64_t count, uint8_t* q) {
+  const Quantizer quantizer(w);
+  for (int64_t i = 0; i < count; i += 16) quantizer(load(x + i), q + i);
 }
 inline void round_to_int8(Floats x, int8_t* y) {
   store_bytes(y, round_to_even(min(max(x, broadcast(-128.f)), broadcast(127.f))));
@@ -98,9 +124,97 @@ inline void dequantized_tile(const Weights& w, const uint8_t* x, int row, int he
   }
 }
 
+#ifdef __AMX_INT8__
+// The operand of ldtilecfg: tiles 0 to 3 are sums, 4 and 5 inputs, 6 and 7 weights.
+struct alignas(64) TileShapes {
+  uint8_t palette = 1, zeros[15] = {};
+  uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t rows[16] = {};
+
+  explicit TileShapes(int height) {
+    for (int i = 0; i < 8; ++i) rows[i] = i < 6 ? height : 16;
+  }
+};
+
+// The sums of R tiles of inputs, at x, and 32 outputs. The packed weights are tiles as they are: 16
+// rows, each of 4 inputs of 16 outputs.
+template <int R>
+inline void amx_tiles(const Weights& w, const uint8_t* const (&x)[R], int output,
+                      int32_t (&sums)[R][2][256]) {
+  const int8_t* weights = w.packed + size_t(output / 64 * 64) * w.inputs + output % 64 * 4;
+  const int32_t* start = w.start + output;
+  _tile_loadd(0, start, 0);  // all rows start as one
+  _tile_loadd(1, start + 16, 0);
+  if constexpr (R == 2) {
+    _tile_loadd(2, start, 0);
+    _tile_loadd(3, start + 16, 0);
+  }
+  for (int i = 0; i < w.inputs; i += 64, weights += 64 * 64) {
+    _tile_loadd(6, weights, 256);
+    _tile_loadd(7, weights + 64, 256);
+    _tile_loadd(4, x[0] + i, w.inputs);
+    _tile_dpbusd(0, 4, 6);
+    _tile_dpbusd(1, 4, 7);
+    if constexpr (R == 2) {
+      _tile_loadd(5, x[1] + i, w.inputs);
+      _tile_dpbusd(2, 5, 6);
+      _tile_dpbusd(3, 5, 7);
+    }
+  }
+  _tile_stored(0, sums[0][0], 64);
+  _tile_stored(1, sums[0][1], 64);
+  if constexpr (R == 2) {
+    _tile_stored(2, sums[1][0], 64);
+    _tile_stored(3, sums[1][1], 64);
+  }
+}
+
+template <int R, class Put>
+inline void dequantized_tiles(const Weights& w, const uint8_t* x, const int (&rows)[R], int height,
+                              Outputs outputs, Put& put) {
+  alignas(64) int32_t sums[R][2][256];
+  const uint8_t* from[R];
+  for (int t = 0; t < R; ++t) from[t] = x + size_t(rows[t]) * w.inputs;
+  for (int first = outputs.first; first < outputs.end; first += 32) {
+    amx_tiles<R>(w, from, first, sums);
+    for (int j = 0, n = first; j < 2 && n < w.outputs; ++j, n += 16) {
+      const Floats scales = load(w.scales + n), bias = load(w.bias + n);
+      for (int t = 0; t < R; ++t) {
+        for (int r = 0; r < height; ++r) {
+          put(rows[t] + r, n, to_float(load_integers(sums[t][j] + 16 * r)) * scales + bias);
+        }
+      }
+    }
+  }
+}
+
+// GEMM in AMX's tiles of up to 16 rows, all of one height: the last one has rows of the one before
+// again. The sums are the same integers.
+template <class Put>
+void amx_gemm(const Weights& w, const uint8_t* x, int rows, Outputs outputs, Put put) {
+  const int count = (rows + 15) / 16, height = (rows + count - 1) / count;
+  const TileShapes shapes(height);
+  asm volatile("" : : "r"(&shapes) : "memory");  // GCC 12 takes 8 bytes of it for read
+  _tile_loadconfig(&shapes);
+  for (int t = 0; t < count; t += 2) {
+    const int first = std::min(t * height, rows - height), next = std::min((t + 1) * height, rows - height);
+    if (t + 1 < count) {
+      dequantized_tiles<2>(w, x, {first, next}, height, outputs, put);
+    } else {
+      dequantized_tiles<1>(w, x, {first}, height, outputs, put);
+    }
+  }
+  _tile_release();
+}
+#endif
+
 // GEMM: tiles of up to 6 rows, as even as they come.
 template <class Put>
 void gemm(const Weights& w, const uint8_t* x, int rows, Outputs outputs, Put put) {
+#ifdef __AMX_INT8__
+  // A tile takes 16 cycles, with few rows too.
+  if (rows > 6 && w.inputs % 64 == 0) return amx_gemm(w, x, rows, outputs, put);
+#endif
   for (int row = 0, rest = (rows + 5) / 6; rest > 0; --rest) {
     const int height = (rows - row + rest - 1) / rest;
     for (int n = outputs.first; n < outputs.end; n += 64) {
@@ -118,52 +232,69 @@ inline void store_within(float* row, int n, int outputs, Floats v) {
   for (int i = 0; n + i < outputs; ++i) row[n + i] = lanes[i];
 }
 
-void linear(const Weights& w, const uint8_t* q, int rows, Outputs outputs, float* y) {
+void linear(const Weights& w, const uint8_t* q, int rows, Outputs outputs, float* y, int64_t step) {
   const int width = w.outputs;
   gemm(w, q, rows, outputs,
-       [=](int row, int n, Floats v) { store_within(y + int64_t(row) * width, n, width, v); });
+       [=](int row, int n, Floats v) { store_within(y + row * step, n, width, v); });
 }
 
 // The clamp at zero of the next layer's inputs is ReLU, if its zero is 0.
 void linear_quantized(const Weights& w, const uint8_t* q, int rows, Outputs outputs,
                       const Weights& next, uint8_t* y, float* shown) {
-  const float scale = next.input_scale;
-  const int zero = next.input_zero;
+  const Quantizer quantizer(next);
   const int64_t width = w.outputs;
   gemm(w, q, rows, outputs, [=](int row, int n, Floats v) {
-    quantize(v, scale, zero, y + row * width + n);
+    quantizer(v, y + row * width + n);
     if (shown) store(shown + row * width + n, v);
   });
 }
 
 // LayerNormalization in onnxruntime's order, whose bits it has: the mean in 4 sums of float64, the
-// variance in 8 of float32.
-void add_norm(float* x, const float* residual, int rows, int width, const Norm& norm) {
-  for (int r = 0; r < rows; ++r, x += width, residual += width) {
-    __m256d total = _mm256_setzero_pd();
-    for (int i = 0; i < width; i += 4) {
-      __m128 four = _mm_add_ps(_mm_loadu_ps(residual + i), _mm_loadu_ps(x + i));
-      _mm_storeu_ps(x + i, four);
-      total = _mm256_add_pd(total, _mm256_cvtps_pd(four));
-    }
-    double t[4];
-    _mm256_storeu_pd(t, total);
-    const __m256 mean = _mm256_set1_ps(float(((t[0] + t[2]) + (t[1] + t[3])) / width));
-    __m256 squares = _mm256_setzero_ps();
-    for (int i = 0; i < width; i += 8) {
-      __m256 centred = _mm256_sub_ps(_mm256_loadu_ps(x + i), mean);
-      squares = _mm256_fmadd_ps(centred, centred, squares);
-    }
-    float q[8];
-    _mm256_storeu_ps(q, squares);
-    float sum = ((q[0] + q[4]) + (q[2] + q[6])) + ((q[1] + q[5]) + (q[3] + q[7]));
-    const __m256 inverse = _mm256_set1_ps(1.f / sqrtf(sum / float(width) + norm.epsilon));
-    for (int i = 0; i < width; i += 8) {
-      __m256 y = _mm256_mul_ps(_mm256_sub_ps(_mm256_loadu_ps(x + i), mean), inverse);
-      __m256 gamma = _mm256_loadu_ps(norm.gamma + i), beta = _mm256_loadu_ps(norm.beta + i);
-      _mm256_storeu_ps(x + i, _mm256_fmadd_ps(y, gamma, beta));
+// variance in 8 of float32. The sums of R rows do not wait for each other.
+template <int R>
+void add_norm(float* x, const float* residual, int width, const Norm& norm) {
+  __m256d total[R];
+  __m256 mean[R], squares[R], inverse[R];
+  UNROLL for (int r = 0; r < R; ++r) total[r] = _mm256_setzero_pd();
+  for (int i = 0; i < width; i += 4) {
+    UNROLL for (int r = 0, at = i; r < R; ++r, at += width) {
+      __m128 four = _mm_add_ps(_mm_loadu_ps(residual + at), _mm_loadu_ps(x + at));
+      _mm_storeu_ps(x + at, four);
+      total[r] = _mm256_add_pd(total[r], _mm256_cvtps_pd(four));
     }
   }
+  for (int r = 0; r < R; ++r) {
+    double t[4];
+    _mm256_storeu_pd(t, total[r]);
+    mean[r] = _mm256_set1_ps(float(((t[0] + t[2]) + (t[1] + t[3])) / width));
+    squares[r] = _mm256_setzero_ps();
+  }
+  for (int i = 0; i < width; i += 8) {
+    UNROLL for (int r = 0, at = i; r < R; ++r, at += width) {
+      __m256 centred = _mm256_sub_ps(_mm256_loadu_ps(x + at), mean[r]);
+      squares[r] = _mm256_fmadd_ps(centred, centred, squares[r]);
+    }
+  }
+  for (int r = 0; r < R; ++r) {
+    float q[8];
+    _mm256_storeu_ps(q, squares[r]);
+    float sum = ((q[0] + q[4]) + (q[2] + q[6])) + ((q[1] + q[5]) + (q[3] + q[7]));
+    inverse[r] = _mm256_set1_ps(1.f / sqrtf(sum / float(width) + norm.epsilon));
+  }
+  for (int i = 0; i < width; i += 8) {
+    const __m256 gamma = _mm256_loadu_ps(norm.gamma + i), beta = _mm256_loadu_ps(norm.beta + i);
+    UNROLL for (int r = 0, at = i; r < R; ++r, at += width) {
+      __m256 y = _mm256_mul_ps(_mm256_sub_ps(_mm256_loadu_ps(x + at), mean[r]), inverse[r]);
+      _mm256_storeu_ps(x + at, _mm256_fmadd_ps(y, gamma, beta));
+    }
+  }
+}
+void add_norm(float* x, const float* residual, int rows, int width, const Norm& norm) {
+  constexpr int R = 4;
+  for (; rows >= R; rows -= R, x += R * width, residual += R * width) {
+    add_norm<R>(x, residual, width, norm);
+  }
+  for (; rows > 0; --rows, x += width, residual += width) add_norm<1>(x, residual, width, norm);
 }
 
 // Replaces scores, padded to 16, by their exponentials; returns 1 / their sum.
@@ -174,7 +305,7 @@ inline float softmax(float* scores, int columns) {
   const float peak = largest(top);
   Floats total = broadcast(0);
   for (int c = 0; c < columns; c += 16) {
-    Floats x = load(scores + c), e = unless_masked(exponential(x - peak), x);
+    Floats e = exponential(load(scores + c) - peak);
     store(scores + c, e);
     total = total + e;
   }
@@ -290,6 +421,48 @@ void encoder_attention(const EncoderAttention& a) {
   }
 }
 
+// 16 logits, with minus infinity for those past the end.
+inline Floats load_up_to(const float* logits, int count) {
+  if (count >= 16) return load(logits);
+  float lanes[16];
+  for (int i = 0; i < 16; ++i) lanes[i] = i < count ? logits[i] : -INFINITY;
+  return load(lanes);
+}
+
+float exp_sum(const float* logits, int count) {
+  const Floats infinite = broadcast(89.f);  // whose exponential is
+  Floats total = broadcast(0);
+  for (int i = 0; i < count; i += 16) {
+    total = total + exponential(min(infinite, load_up_to(logits + i, count - i)));
+  }
+  return sum(total);
+}
+
+float largest(const float* logits, int count) {
+  Floats top = broadcast(-INFINITY);
+  for (int i = 0; i < count; i += 16) top = max(top, load_up_to(logits + i, count - i));
+  return largest(top);
+}
+
+void rank(const float* logits, int count, int64_t first, const Ranking& best) {
+  float least = best.logits[best.count - 1];
+  for (int i = 0; i < count; i += 16) {
+    unsigned lanes = greater(load_up_to(logits + i, count - i), broadcast(least));
+    for (; lanes; lanes &= lanes - 1) {
+      const int token = i + __builtin_ctz(lanes);
+      if (logits[token] <= least) continue;  // it has risen since
+      int place = best.count - 1;
+      for (; place > 0 && logits[token] > best.logits[place - 1]; --place) {
+        best.logits[place] = best.logits[place - 1];
+        best.tokens[place] = best.tokens[place - 1];
+      }
+      best.logits[place] = logits[token];
+      best.tokens[place] = first + token;
+      least = best.logits[best.count - 1];
+    }
+  }
+}
+
 void embed(const Embedding& e, const int64_t* tokens, const int64_t* positions, int64_t rows,
            float* out) {
   for (int64_t row = 0; row < rows; ++row, out += e.width) {
@@ -303,5 +476,6 @@ void embed(const Embedding& e, const int64_t* tokens, const int64_t* positions, 
 }
 }  // namespace
 
-extern const Kernels ISA::kernels{quantize,  round_to_int8, linear,            linear_quantized,
-                                  add_norm,  attention<1>,  encoder_attention, embed};
+extern const Kernels ISA::kernels{
+    quantize,          round_to_int8, linear,  linear_quantized, add_norm, attention<1>,
+    encoder_attention, embed,         exp_sum, largest,          rank};

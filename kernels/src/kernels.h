@@ -9,6 +9,7 @@
 struct Weights {
   int outputs, inputs;    // any number, and a multiple of 16
   float input_scale;      // an input is about (q - input_zero) * input_scale
+  float input_inverse;    // 1 / input_scale, or 0 where inputs must be divided by the scale
   int input_zero;
   const int8_t* packed;   // blocks of 64 outputs: [inputs / 4, 64, 4]
   const int32_t* start;   // -input_zero * sum of an output's weights
@@ -56,14 +57,22 @@ struct Embedding {
   int width;
 };
 
+// The largest logits of a row so far and their tokens; of equal ones the lower token comes first.
+struct Ranking {
+  float* logits;
+  int64_t* tokens;
+  int count;  // at least 1
+};
+
 // Matrices have no gaps between rows. Sizes of rows, but those of a layer's outputs, are multiples
 // of 16.
 struct Kernels {
-  // QuantizeLinear to uint8.
-  void (*quantize)(const float* x, int64_t count, float scale, int zero, uint8_t* q);
+  // QuantizeLinear to uint8, of inputs of a layer.
+  void (*quantize)(const Weights&, const float* x, int64_t count, uint8_t* q);
   // QuantizeLinear to int8 with scale 1.
   void (*round_to_int8)(const float* x, int64_t count, int8_t* q);
-  void (*linear)(const Weights&, const uint8_t* q, int rows, Outputs, float* y);
+  // The rows of y, which begin with output 0, lie `step` apart.
+  void (*linear)(const Weights&, const uint8_t* q, int rows, Outputs, float* y, int64_t step);
   // Quantises the product for a layer that follows; `shown`, unless null, has it unrounded.
   void (*linear_quantized)(const Weights&, const uint8_t* q, int rows, Outputs,
                            const Weights& next, uint8_t* y, float* shown);
@@ -73,11 +82,19 @@ struct Kernels {
   void (*encoder_attention)(const EncoderAttention&);
   void (*embed)(const Embedding&, const int64_t* tokens, const int64_t* positions, int64_t rows,
                 float* out);
+  // Of any number of logits: the sum of their exponentials, infinite above 3e38; the largest, of
+  // numbers; those that belong into a ranking, the first of which is of token `first`.
+  float (*exp_sum)(const float* logits, int count);
+  float (*largest)(const float* logits, int count);
+  void (*rank)(const float* logits, int count, int64_t first, const Ranking&);
 };
 namespace avx2 {
 extern const Kernels kernels;
 }
 namespace avx512 {
+extern const Kernels kernels;
+}
+namespace amx {
 extern const Kernels kernels;
 }
 

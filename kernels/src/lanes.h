@@ -22,6 +22,10 @@ inline Floats load(const int8_t* p) {
 }
 inline void store(float* p, Floats x) { _mm512_storeu_ps(p, x.v); }
 inline Floats fma(Floats x, Floats y, Floats z) { return {_mm512_fmadd_ps(x.v, y.v, z.v)}; }
+// z - x * y, rounded once
+inline Floats less_product(Floats x, Floats y, Floats z) {
+  return {_mm512_fnmadd_ps(x.v, y.v, z.v)};
+}
 inline Integers load_integers(const int32_t* p) { return {_mm512_loadu_si512(p)}; }
 inline Integers round_to_even(Floats x) { return {_mm512_cvtps_epi32(x.v)}; }
 inline Floats to_float(Integers x) { return {_mm512_cvtepi32_ps(x.v)}; }
@@ -31,17 +35,17 @@ inline Integers operator+(Integers x, int y) {
 inline Floats power_of_two(Integers n) {
   return {_mm512_castsi512_ps(_mm512_slli_epi32((n + 127).v, 23))};
 }
-// x, and 0 in lanes where y is minus infinity.
-inline Floats unless_masked(Floats x, Floats y) {
-  __mmask16 keep = _mm512_cmp_ps_mask(y.v, _mm512_set1_ps(-INFINITY), _CMP_NEQ_UQ);
-  return {_mm512_maskz_mov_ps(keep, x.v)};
+// x, and 0 in lanes where y is less than a bound.
+inline Floats unless_below(Floats x, Floats y, Floats bound) {
+  return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(y.v, bound.v, _CMP_NLT_UQ), x.v)};
 }
+// A bit for each lane of x that is greater than y's.
+inline unsigned greater(Floats x, Floats y) { return _mm512_cmp_ps_mask(x.v, y.v, _CMP_GT_OQ); }
 inline void store_bytes(void* p, Integers x) {
   _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(x.v));
 }
-inline __m256 fold(Floats x) {
-  return _mm256_add_ps(_mm512_castps512_ps256(x.v), _mm512_extractf32x8_ps(x.v, 1));
-}
+inline __m256 first_half(Floats x) { return _mm512_castps512_ps256(x.v); }
+inline __m256 second_half(Floats x) { return _mm512_extractf32x8_ps(x.v, 1); }
 #else
 struct Floats {
   __m256 a, b;
@@ -67,6 +71,9 @@ inline void store(float* p, Floats x) {
 inline Floats fma(Floats x, Floats y, Floats z) {
   return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)};
 }
+inline Floats less_product(Floats x, Floats y, Floats z) {
+  return {_mm256_fnmadd_ps(x.a, y.a, z.a), _mm256_fnmadd_ps(x.b, y.b, z.b)};
+}
 inline Integers load_integers(const int32_t* p) {
   return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)p + 1)};
 }
@@ -87,12 +94,13 @@ inline Floats power_of_two(Integers n) {
   n = n + 127;
   return {power_of_two(n.a), power_of_two(n.b)};
 }
-inline __m256 unless_masked(__m256 x, __m256 y) {
-  return _mm256_and_ps(_mm256_cmp_ps(y, _mm256_set1_ps(-INFINITY), _CMP_NEQ_UQ), x);
+inline Floats unless_below(Floats x, Floats y, Floats bound) {
+  return {_mm256_and_ps(_mm256_cmp_ps(y.a, bound.a, _CMP_NLT_UQ), x.a),
+          _mm256_and_ps(_mm256_cmp_ps(y.b, bound.b, _CMP_NLT_UQ), x.b)};
 }
-// x, and 0 in lanes where y is minus infinity.
-inline Floats unless_masked(Floats x, Floats y) {
-  return {unless_masked(x.a, y.a), unless_masked(x.b, y.b)};
+inline unsigned greater(Floats x, Floats y) {
+  return _mm256_movemask_ps(_mm256_cmp_ps(x.a, y.a, _CMP_GT_OQ)) |
+         _mm256_movemask_ps(_mm256_cmp_ps(x.b, y.b, _CMP_GT_OQ)) << 8;
 }
 inline void store_bytes(void* p, Integers x) {
   const __m256i low = _mm256_set1_epi32(255);
@@ -101,7 +109,8 @@ inline void store_bytes(void* p, Integers x) {
   __m128i first = _mm256_castsi256_si128(words), second = _mm256_extracti128_si256(words, 1);
   _mm_storeu_si128((__m128i*)p, _mm_packus_epi16(first, second));
 }
-inline __m256 fold(Floats x) { return _mm256_add_ps(x.a, x.b); }
+inline __m256 first_half(Floats x) { return x.a; }
+inline __m256 second_half(Floats x) { return x.b; }
 #endif
 
 EACH(operator+, add_ps)
@@ -118,7 +127,7 @@ inline Floats operator/(Floats x, float y) { return x / broadcast(y); }
 
 // 16 lanes to 4: lane i has i and i + 8, added first, and i + 4 and i + 12.
 inline __m128 fold_to_4(Floats x) {
-  __m256 eight = fold(x);
+  __m256 eight = _mm256_add_ps(first_half(x), second_half(x));
   return _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
 }
 inline float sum(Floats x) {
@@ -139,24 +148,22 @@ inline Floats sums(const Floats (&x)[16]) {
   return load(out);
 }
 inline float largest(Floats x) {
-  float lanes[16];
-  store(lanes, x);
-  float found = lanes[0];
-  for (int i = 1; i < 16; ++i) found = lanes[i] > found ? lanes[i] : found;
-  return found;
+  __m256 eight = _mm256_max_ps(first_half(x), second_half(x));
+  __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
 }
-// e^x of x <= 0, with the polynomial of Cephes's expf; NaN of NaN.
+// e^x of x <= 88, with the polynomial of Cephes's expf; 0 below -87, NaN of NaN.
 inline Floats exponential(Floats x) {
-  x = max(broadcast(-87.f), x);  // 2^n stays a normal number; max takes the second of a NaN
-  Integers n = round_to_even(x * 1.44269504f);
+  const Floats least = broadcast(-87.f);  // 2^n stays a normal number
+  Integers n = round_to_even(max(least, x) * 1.44269504f);  // max takes the second of a NaN
   Floats f = to_float(n);
-  Floats r = (x - f * 0.693359375f) + f * 2.12194440e-4f;  // ln 2 in two parts
-  Floats p = broadcast(1.9875691500e-4f);
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  return (p * r * r + r + 1.f) * power_of_two(n);
+  Floats r = less_product(f, broadcast(-2.12194440e-4f), less_product(f, broadcast(0.693359375f), x));
+  Floats p = fma(broadcast(1.9875691500e-4f), r, broadcast(1.3981999507e-3f));
+  p = fma(p, r, broadcast(8.3334519073e-3f));
+  p = fma(p, r, broadcast(4.1665795894e-2f));
+  p = fma(p, r, broadcast(1.6666665459e-1f));
+  p = fma(p, r, broadcast(5.0000001201e-1f));
+  return unless_below((fma(p, r * r, r) + 1.f) * power_of_two(n), x, least);
 }
 }  // namespace

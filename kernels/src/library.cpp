@@ -1,8 +1,13 @@
 // Exports of the shared library: RegisterCustomOps for onnxruntime, and answers for
 // transferry_kernels/__init__.py.
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <cstdlib>
 #include <new>
 #include <stdexcept>
+#include <string>
 #include <utility>
 
 #include "operators.h"
@@ -20,13 +25,30 @@ struct Block {
 };
 thread_local Block kept;
 
-// TRANSFERRY_KERNELS_AVX2=1 takes AVX2 where AVX-512 with VNNI would do.
-const Kernels& best_kernels() {
-  const char* avx2 = getenv("TRANSFERRY_KERNELS_AVX2");
+// The kernels for AMX, or null. Linux lets a process use the tiles once it has requested them.
+const Kernels* amx_kernels() {
+#ifdef HAS_AMX
+  constexpr unsigned TILE_AND_INT8 = 3 << 24;
+  constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
+  unsigned a, b, c, d;
+  if (__get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & TILE_AND_INT8) == TILE_AND_INT8 &&
+      syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0) {
+    return &amx::kernels;
+  }
+#endif
+  return nullptr;
+}
+
+// TRANSFERRY_KERNELS_ISA=avx2 or avx512 takes no later instruction set.
+const Kernels* best_kernels() {
+  const char* named = getenv("TRANSFERRY_KERNELS_ISA");
+  const std::string latest = named ? named : "";
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                       __builtin_cpu_supports("avx512vnni");
-  return avx512 && !(avx2 && avx2[0] == '1') ? avx512::kernels : avx2::kernels;
+  if (!avx512 || latest == "avx2") return &avx2::kernels;
+  const Kernels* amx = latest == "avx512" ? nullptr : amx_kernels();
+  return amx ? amx : &avx512::kernels;
 }
 }  // namespace
 
@@ -48,8 +70,8 @@ Scratch::~Scratch() {
 }
 
 const Kernels& kernels() {
-  static const Kernels& best = best_kernels();
-  return best;
+  static const Kernels* const best = best_kernels();
+  return *best;
 }
 
 EXPORTED const char* TransferryKernelsObstacle() {
@@ -58,7 +80,8 @@ EXPORTED const char* TransferryKernelsObstacle() {
 }
 
 EXPORTED const char* TransferryKernelsInstructionSet() {
-  return &kernels() == &avx2::kernels ? "AVX2" : "AVX-512 VNNI";
+  const Kernels* used = &kernels();
+  return used == &avx2::kernels ? "AVX2" : used == &avx512::kernels ? "AVX-512 VNNI" : "AMX";
 }
 
 // Called by SessionOptions.register_custom_ops_library, from several threads at once.

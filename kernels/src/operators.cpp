@@ -2,104 +2,12 @@
 // u uint8, s int8, i int64, b bool; a capital is optional.
 #include "operators.h"
 
+#include <algorithm>
 #include <cstring>
-#include <memory>
 
-#include "node.h"
+#include "layer.h"
 
 namespace {
-// A linear layer from six inputs: scale and zero of x, weights [outputs, inputs], scale and scales
-// of the products, bias.
-#define LINEAR "fusffF"
-struct Packed : Weights {
-  // The largest sum, 255 * 128 * inputs, stays within 32 bits.
-  static constexpr int64_t MOST_INPUTS = 65536;
-
-  std::unique_ptr<int8_t, decltype(&free)> memory{nullptr, free};
-  std::vector<int32_t> starts;
-  std::vector<float> all_scales, all_bias;
-
-  Packed(const Node& node, size_t first) {
-    const Shape sizes = node.shape(first + 2);
-    sizes.expect(node.name(first + 2), {ANY, ANY});
-    outputs = sizes[0];
-    inputs = checked(sizes[1], "the inputs of " + node.name(first + 2), MOST_INPUTS);
-    input_scale = node.scalar<float>(first);
-    if (!(input_scale > 0 && std::isfinite(input_scale))) {
-      refuse("expected a positive scale " + node.name(first) + ", found " +
-             std::to_string(input_scale));
-    }
-    input_zero = node.scalar<uint8_t>(first + 1);
-    const size_t padded = (size_t(outputs) + 63) / 64 * 64;
-    pack(node.constant<int8_t>(first + 2, {outputs, inputs}), padded);
-    const float factor = node.scalar<float>(first + 3);
-    const float* each = node.constant<float>(first + 4, {outputs});
-    all_scales.resize(padded);
-    for (int n = 0; n < outputs; ++n) all_scales[n] = factor * each[n];
-    all_bias.assign(padded, -0.f);  // x + -0 has all of x's bits
-    if (!node.name(first + 5).empty()) {
-      const float* given = node.constant<float>(first + 5, {outputs});
-      std::copy(given, given + outputs, all_bias.begin());
-    }
-    scales = all_scales.data();
-    bias = all_bias.data();
-  }
-
- private:
-  void pack(const int8_t* w, size_t padded) {
-    const size_t size = padded * inputs;
-    memory.reset(static_cast<int8_t*>(aligned_alloc(64, size)));
-    if (size && !memory) throw std::bad_alloc();
-    memset(memory.get(), 0, size);
-    starts.resize(padded);
-    for (int n = 0; n < outputs; ++n, w += inputs) {
-      for (int i = 0; i < inputs; ++i) {
-        require(i % 2 || abs(w[i] + w[i + 1]) <= 128,
-                "expected neighbouring weights whose sum is -128 to 128, so that AVX2 does not "
-                "saturate, found others; export the bundle again");
-        starts[n] -= input_zero * w[i];
-        memory.get()[size_t(n / 64 * 64) * inputs + i / 4 * 256 + n % 64 * 4 + i % 4] = w[i];
-      }
-    }
-    packed = memory.get();
-    start = starts.data();
-  }
-};
-
-// The quantised inputs of a layer: in an output where the graph has one for them.
-class Quantized {
- public:
-  Quantized(const Context& c, const Weights& w, int rows, size_t output)
-      : shown_(c.out<uint8_t>(output, {rows, w.inputs})),
-        room_(shown_ ? 0 : size_t(rows) * w.inputs) {}
-  Quantized(const Context& c, const Weights& w, int rows, size_t output, const float* x)
-      : Quantized(c, w, rows, output) {
-    kernels().quantize(x, int64_t(rows) * w.inputs, w.input_scale, w.input_zero, data());
-  }
-  uint8_t* data() const { return shown_ ? shown_ : room_.as<uint8_t>(); }
-
- private:
-  uint8_t* shown_;
-  Scratch room_;
-};
-
-// Calls function(outputs) for all outputs of a layer, in parts: for threads, where waking them costs
-// less than the product, and for the cache, where many rows meet the same weights.
-template <class Function>
-void for_outputs(const Context& c, const Weights& w, int64_t rows, Function function) {
-  constexpr int64_t MUCH = 1 << 20;  // multiplications, 10 microseconds
-  const bool is_much = rows * w.inputs * w.outputs >= MUCH;
-  const int part = is_much ? 128 : w.outputs + 1;
-  c.parallel((w.outputs + part - 1) / part, [&](size_t i) {
-    const int first = int(i) * part;
-    function(Outputs{first, w.outputs - first < part ? w.outputs : first + part});
-  });
-}
-void multiply(const Context& c, const Weights& w, const Quantized& x, int rows, float* y) {
-  for_outputs(c, w, rows,
-              [&](Outputs part) { kernels().linear(w, x.data(), rows, part, y); });
-}
-
 void expect_heads(int64_t size, int width, const char* name) {
   if (size % width == 0) return;
   refuse(std::string("expected ") + name + " in heads of " + std::to_string(width) + ", found " +
@@ -120,6 +28,88 @@ struct Linear {  // x, weights
     const int rows = c.rows(0, "x", weights.inputs);
     const Quantized x(c, weights, rows, 1, c.in<float>(0));
     multiply(c, weights, x, rows, c.out<float>(0, {rows, weights.outputs}));
+  }
+};
+
+// Tokens whose exponentials are added in float32; the sums of parts are added in float64. The order
+// is one for all rows, and the same beside all logits and beside the largest ones.
+constexpr int PART = 256;
+
+struct ExpSums {  // logits
+  static constexpr const char *name = "ExpSums", *inputs = "f", *outputs = "ff";
+  static constexpr int SEGMENT = 64;  // each has a maximum, and each token after the last segment
+
+  explicit ExpSums(const Node&) {}
+  void run(const Context& c) const {
+    const Shape shape = c.shape(0);
+    shape.expect("the logits", {ANY, ANY});
+    const int rows = shape[0], tokens = shape[1], segments = tokens / SEGMENT;
+    const int single = segments * SEGMENT;
+    const float* x = c.in<float>(0);
+    float* y = c.out<float>(0, {rows});
+    float* maxima = c.out<float>(1, {rows, segments + tokens - single});
+    for (int row = 0; row < rows; ++row, x += tokens) {
+      double sum = 0;
+      for (int n = 0; n < tokens; n += PART) {
+        sum += kernels().exp_sum(x + n, std::min(PART, tokens - n));
+      }
+      y[row] = float(sum);
+      for (int n = 0; n < single; n += SEGMENT) *maxima++ = kernels().largest(x + n, SEGMENT);
+      maxima = std::copy(x + single, x + tokens, maxima);
+    }
+  }
+};
+
+struct LinearRank {  // x, weights, count
+  static constexpr const char *name = "LinearRank", *inputs = "f" LINEAR "i", *outputs = "fifU";
+  static constexpr int SPAN = 16 * PART;  // tokens that one thread ranks
+  Packed weights;
+
+  explicit LinearRank(const Node& node) : weights(node, 1) {}
+  void run(const Context& c) const {
+    const int tokens = weights.outputs, spans = (tokens + SPAN - 1) / SPAN;
+    const int64_t rows = c.rows(0, "x", weights.inputs), parts = (tokens + PART - 1) / PART;
+    c.shape(7).expect_one("the count");
+    const int64_t count = *c.in<int64_t>(7);
+    if (count < 1 || count > tokens) {
+      refuse("expected a count from 1 to " + std::to_string(tokens) + ", found " +
+             std::to_string(count));
+    }
+    const Quantized x(c, weights, rows, 3, c.in<float>(0));
+    const Scratch products(spans * rows * PART * sizeof(float)), sums(parts * rows * sizeof(float));
+    std::vector<float> logits(spans * rows * count, -INFINITY);
+    std::vector<int64_t> found(logits.size());
+    auto ranking = [&](int span, int64_t row) {
+      const size_t at = (span * rows + row) * count;
+      return Ranking{logits.data() + at, found.data() + at, int(count)};
+    };
+    c.parallel(spans, [&](size_t span) {
+      float* product = products.as<float>() + span * rows * PART;
+      for (int n = span * SPAN; n < tokens && n < int(span + 1) * SPAN; n += PART) {
+        const int width = std::min(PART, tokens - n);
+        kernels().linear(weights, x.data(), rows, {n, n + width}, product - n, PART);
+        for (int64_t row = 0; row < rows; ++row) {
+          const float* logit = product + row * PART;
+          sums.as<float>()[row * parts + n / PART] = kernels().exp_sum(logit, width);
+          kernels().rank(logit, width, n, ranking(span, row));
+        }
+      }
+    });
+    float* top = c.out<float>(0, {rows, count});
+    int64_t* ids = c.out<int64_t>(1, {rows, count});
+    float* y = c.out<float>(2, {rows});
+    for (int64_t row = 0; row < rows; ++row) {
+      double sum = 0;
+      for (int part = 0; part < parts; ++part) sum += sums.as<float>()[row * parts + part];
+      y[row] = float(sum);
+      const Ranking best = ranking(0, row);
+      for (int span = 1; span < spans; ++span) {
+        const Ranking next = ranking(span, row);
+        for (int i = 0; i < count; ++i) kernels().rank(next.logits + i, 1, next.tokens[i], best);
+      }
+      std::copy(best.logits, best.logits + count, top + row * count);
+      std::copy(best.tokens, best.tokens + count, ids + row * count);
+    }
   }
 };
 
@@ -401,7 +391,8 @@ ort::CustomOp described() {
     return guarded<Operator>([&] { static_cast<const Operator*>(kernel)->run(Context(context)); });
   };
   op.destroy = [](void* kernel) { delete static_cast<Operator*>(kernel); };
-  op.start_version = op.end_version = [](Self) { return 1; };
+  op.start_version = [](Self) { return 1; };
+  op.end_version = [](Self) { return 2; };
   return op;
 }
 }  // namespace
@@ -410,6 +401,6 @@ const std::vector<ort::CustomOp>& operators() {
   static const std::vector<ort::CustomOp> all = {
       described<Linear>(),        described<LinearNorm>(),     described<FeedForward>(),
       described<LinearToHeads>(), described<SelfAttention>(),  described<CrossAttention>(),
-      described<EncoderSelfAttention>(), described<Embed>()};
+      described<EncoderSelfAttention>(), described<Embed>(), described<ExpSums>(), described<LinearRank>()};
   return all;
 }

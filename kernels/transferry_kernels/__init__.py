@@ -6,7 +6,7 @@ from pathlib import Path
 __version__ = "0.1.0"
 
 # Version of the operators: of the domain transferry.kernels in a graph.
-OPERATORS = 1
+OPERATORS = 2
 # For onnxruntime.SessionOptions.register_custom_ops_library.
 LIBRARY = Path(__file__).with_name("libtransferry_kernels.so")
 
@@ -20,7 +20,7 @@ def obstacle() -> str:
 
 
 def instruction_set() -> str:
-    """Instruction set in use: "AVX2" or "AVX-512 VNNI"."""
+    """Instruction set in use: "AVX2", "AVX-512 VNNI" or "AMX"."""
     return _text("TransferryKernelsInstructionSet")
 
 

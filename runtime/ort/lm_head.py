@@ -74,18 +74,21 @@ class LMHead:
         See `Decoder.step`.
         """
         rows = math.prod(shape)
-        if top is not None and self._top_k:
+        on_device = self._runners["exp_sums"].on_device
+        # On a CPU the largest logit alone is found faster among all of them.
+        alone = top == 1 and not normalise and not on_device
+        if top is not None and self._top_k and not alone:
             return StepOutput(top_k=self._ranked(rows, top))
         if top == 1 and not normalise and self.screened is not None:
             tokens = self.screened.argmax(*self.approximate(rows))
             return StepOutput(top_k=TopK(np.maximum(tokens, 0)[:, None], tokens >= 0))
         logits = self._run("lm_head", rows)["logits"]
         by_token = logits.reshape(*shape, -1)
-        if not normalise or self._runners["exp_sums"].on_device:
+        if not normalise or on_device:
             return StepOutput(by_token)
         found = self._run("exp_sums", rows)
         maxima = SegmentMaxima(found["segment_maxima"], SEGMENT)
-        return StepOutput(by_token, None, _log_of_sums(found["exp_sums"], logits), maxima)
+        return StepOutput(by_token, None, self._log_of_sums(found["exp_sums"]), maxima)
 
     def approximate(self, rows: int) -> tuple[Floats, Floats, SegmentMaxima]:
         """Arguments of `ScreenedArgmax.argmax`, in a variant with a screen."""
@@ -96,9 +99,12 @@ class LMHead:
     def _ranked(self, rows: int, k: int) -> TopK:
         """The k likeliest tokens of each row, ranked on the device."""
         found = self._run("top_k", rows, k)
-        logits, tokens, sums = found["top_logits"], found["top_tokens"], found["relative_sums"]
-        with np.errstate(all="ignore"):  # a sum below 1 is of a broken device
-            normaliser = logits[:, 0] + np.log(sums, dtype=np.float64)
+        logits, tokens = found["top_logits"], found["top_tokens"]
+        if "exp_sums" in found:
+            normaliser = self._log_of_sums(found["exp_sums"])
+        else:
+            with np.errstate(all="ignore"):  # a sum below 1 is of a broken device
+                normaliser = logits[:, 0] + np.log(found["relative_sums"], dtype=np.float64)
         usable = np.isfinite(normaliser) & (tokens.view(np.uint64).max(1) < self.vocabulary_size)
         return TopK(tokens, usable, logits, normaliser)
 
@@ -131,17 +137,16 @@ class LMHead:
         )
         return call.run()
 
+    def _log_of_sums(self, sums: Floats) -> Doubles:
+        """Log-sum-exp of each row `[rows]`, from the sums of the exponentials of the logits.
 
-def _log_of_sums(sums: Floats, logits: Floats) -> Doubles:
-    """Log-sum-exp of each row `[rows]`, from the sums of the exponentials of the logits.
-
-    The graph does not subtract the largest logit first. A row whose sum float32 cannot hold is
-    computed again the slow, safe way.
-    """
-    if sums.min() > SMALLEST_SUM and sums.max() < LARGEST_SUM:
-        return np.log(sums, dtype=np.float64)
-    extreme = ~((sums > SMALLEST_SUM) & (sums < LARGEST_SUM))
-    result = np.empty(len(sums))
-    result[extreme] = log_sum_exp(logits[extreme])
-    result[~extreme] = np.log(sums[~extreme], dtype=np.float64)
-    return result
+        The graph does not subtract the largest logit first. A row whose sum float32 cannot hold is
+        computed again the slow, safe way.
+        """
+        if sums.min() > SMALLEST_SUM and sums.max() < LARGEST_SUM:
+            return np.log(sums, dtype=np.float64)
+        extreme = ~((sums > SMALLEST_SUM) & (sums < LARGEST_SUM))
+        result = np.empty(len(sums))
+        result[extreme] = log_sum_exp(self._run("lm_head", len(sums))["logits"][extreme])
+        result[~extreme] = np.log(sums[~extreme], dtype=np.float64)
+        return result

@@ -175,19 +175,23 @@ def _lm_head(
         sizes = units.reshape(-1, *[1] * (wanted.ndim - 1))
         return float((np.abs(found - wanted) / np.maximum(sizes, np.abs(wanted))).max(initial=0.0))
 
-    output, _ = model.step(tokens, state, top=TOP, normalise=True)
-    if output.log_sum_exp is not None:
-        yield "log_sum_exp", error(output.log_sum_exp, log_sum_exp(logits))
-    if output.maxima is not None:
-        wanted = SegmentMaxima.of(logits, SEGMENT).maxima
-        yield "segment_maxima", error(output.maxima.maxima, wanted)
-    if (top := output.top_k) is not None and top.logits is not None and top.log_sum_exp is not None:
-        yield "top_logits", error(top.logits, -np.sort(-logits)[:, :TOP])
-        if ((top.tokens < 0) | (top.tokens >= logits.shape[1])).any():
-            yield "top_tokens", math.inf
-        else:
-            yield "top_tokens", error(top.logits, np.take_along_axis(logits, top.tokens, axis=1))
-        yield "log_sum_exp", error(top.log_sum_exp, log_sum_exp(logits))
+    for top in (TOP, None):  # a decoder that ranks has sums beside all logits too
+        output, _ = model.step(tokens, state, top=top, normalise=True)
+        if output.log_sum_exp is not None:
+            yield "log_sum_exp", error(output.log_sum_exp, log_sum_exp(logits))
+        if output.maxima is not None:
+            wanted = SegmentMaxima.of(logits, SEGMENT).maxima
+            yield "segment_maxima", error(output.maxima.maxima, wanted)
+        if (best := output.top_k) is None:
+            break
+        if best.logits is not None and best.log_sum_exp is not None:
+            yield "top_logits", error(best.logits, -np.sort(-logits)[:, :TOP])
+            if ((best.tokens < 0) | (best.tokens >= logits.shape[1])).any():
+                yield "top_tokens", math.inf
+            else:
+                found = np.take_along_axis(logits, best.tokens, axis=1)
+                yield "top_tokens", error(best.logits, found)
+            yield "log_sum_exp", error(best.log_sum_exp, log_sum_exp(logits))
     if lm_head.screened is not None:
         hidden, approximate, maxima = lm_head.approximate(len(tokens))
         bound = lm_head.screened.bound(hidden)

@@ -10,6 +10,7 @@ import onnx_ir as ir
 import pytest
 import torch
 
+from tests.conftest import make_bundle
 from tests.export.conftest import exported, graphs_of, opened, verified, written
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint, load_samples
 from transferry.build_model.model.config import ModelConfig
@@ -24,10 +25,13 @@ from transferry.export.recipes import RECIPES, recipe_of
 from transferry.export.trace.store import ALIGNMENT, WEIGHTS
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.specs import CacheSpec
+from transferry.runtime.decoding.logits import log_sum_exp
 from transferry.runtime.errors import ParityError, UsageError
 from transferry.runtime.jobs.job import Job
 from transferry.runtime.jobs.job_options import JobOptions
 from transferry.runtime.ort.cuda import cuda_obstacle
+from transferry.runtime.ort.fused_decoder import FusedDecoder
+from transferry.runtime.ort.lm_head import LARGEST_SUM
 from transferry.runtime.ort.session import Kernels, SessionOptions, kernels
 from transferry.runtime.proof.certificates.standing import fastest
 from transferry.runtime.proof.certificates.stored import certify
@@ -138,6 +142,38 @@ def installed(kernels_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     yield
     sys.modules.pop("transferry_kernels", None)
     kernels.cache_clear()
+
+
+@pytest.mark.parametrize("largest_sum", [LARGEST_SUM, 1.0])
+def test_kernels_rank_as_all_logits_do(
+    run_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    installed: None,
+    largest_sum: float,
+) -> None:
+    """To the bit, also where float32 does not hold the sum of the exponentials."""
+    monkeypatch.setattr("transferry.runtime.ort.lm_head.LARGEST_SUM", largest_sum)
+    name, rng = "cpu-int8-kernels", np.random.default_rng(3)
+    bundle = Bundle.load(make_bundle(run_folder, tmp_path / "bundle", name))
+    decoder = FusedDecoder(bundle, bundle.variant(name), SessionOptions())
+    source = rng.integers(3, 350, (40, 12))
+    state = decoder.start(source, np.ones(source.shape, np.bool_))
+    for tokens in rng.integers(3, 350, (5, 40, 1)):
+        ranked = decoder.step(tokens, state, top=7, normalise=True)[0].top_k
+        plain = decoder.step(tokens, state, normalise=True)[0]
+        alone = decoder.step(tokens, state, top=1)[0]
+        logits = plain.all_logits[:, 0]
+        assert ranked is not None and ranked.logits is not None
+        assert plain.log_sum_exp is not None
+        order = np.argsort(-logits, axis=1, kind="stable")[:, :7]
+        np.testing.assert_array_equal(ranked.tokens, order)
+        np.testing.assert_array_equal(ranked.logits, np.take_along_axis(logits, order, axis=1))
+        np.testing.assert_array_equal(ranked.log_sum_exp, plain.log_sum_exp)
+        np.testing.assert_allclose(plain.log_sum_exp, log_sum_exp(logits), rtol=1e-6)
+        np.testing.assert_array_equal(alone.all_logits[:, 0], logits)
+        assert ranked.usable.all()
+        state = decoder.step(tokens, state)[1]
 
 
 def test_kernels_are_served_until_their_package_is_removed(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-SETS = ("AVX2", "AVX-512 VNNI")
+SETS = ("AVX2", "AVX-512 VNNI", "AMX")
 
 
 def instruction_set(library: Path) -> str:
@@ -21,13 +21,13 @@ def instruction_set(library: Path) -> str:
 def libraries(kernels_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Copies of the library by instruction set: each chooses once in a process."""
     content = kernels_folder / "transferry_kernels" / "libtransferry_kernels.so"
-    found = {}
-    for forced in ("0", "1"):
+    found: dict[str, Path] = {}
+    for most in ("avx2", "avx512", "amx"):
         library = tmp_path_factory.mktemp("kernels") / content.name
         shutil.copyfile(content, library)
-        os.environ["TRANSFERRY_KERNELS_AVX2"] = forced
-        found[instruction_set(library)] = library
-        del os.environ["TRANSFERRY_KERNELS_AVX2"]
+        os.environ["TRANSFERRY_KERNELS_ISA"] = most
+        found.setdefault(instruction_set(library), library)
+        del os.environ["TRANSFERRY_KERNELS_ISA"]
     assert "AVX2" in found
     return found
 

@@ -14,7 +14,8 @@ Values = dict[str, Any]
 
 DOMAIN = "transferry.kernels"
 TYPES = {
-    **dict.fromkeys(("y", "hidden"), TensorProto.FLOAT),
+    **dict.fromkeys(("y", "hidden", "top_logits", "sums", "maxima"), TensorProto.FLOAT),
+    "top_tokens": TensorProto.INT64,
     **dict.fromkeys(("integers", "inner"), TensorProto.UINT8),
     **dict.fromkeys(("heads", "keys", "values"), TensorProto.INT8),
 }
@@ -25,6 +26,8 @@ OUTPUTS = {
     "LinearToHeads": "heads integers",
     **dict.fromkeys(("SelfAttention", "CrossAttention"), "y keys values"),
     **dict.fromkeys(("EncoderAttention", "Embed"), "y"),
+    "ExpSums": "sums maxima",
+    "LinearRank": "top_logits top_tokens sums",
 }
 
 

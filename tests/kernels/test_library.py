@@ -53,11 +53,17 @@ ATTENTION = self_attention(RNG, (SLOTS, 2, 40, 32, 3), single=False)
 CASES: dict[str, tuple[Values, Values, dict[str, Any]]] = {
     "Linear": (layer(RNG, 48, 330), {"x": floats(SLOTS, 48)}, {}),
     "LinearNorm": (
-        {**layer(RNG, 48, 96), **norm(RNG, 96)},
-        {"x": floats(SLOTS, 48), "residual": floats(SLOTS, 96)},
+        {**layer(RNG, 64, 96), **norm(RNG, 96)},
+        {"x": floats(SLOTS, 64), "residual": floats(SLOTS, 96)},
         {"epsilon": 1e-5},
     ),
-    "FeedForward": (feed_forward(48, 640), {"x": floats(SLOTS, 48)}, {"epsilon": 1e-5}),
+    "FeedForward": (feed_forward(64, 640), {"x": floats(SLOTS, 64)}, {"epsilon": 1e-5}),
+    "LinearRank": (
+        {**layer(RNG, 64, 5000), "count": np.array([7])},
+        {"x": floats(SLOTS, 64)},
+        {},
+    ),
+    "ExpSums": ({}, {"logits": floats(SLOTS, 700)}, {}),
     "SelfAttention": (
         {"single": np.array(False)},
         {name: value for name, value in ATTENTION.items() if name != "single"},
@@ -172,10 +178,10 @@ def test_the_package_says_what_it_is(kernels_folder: Path) -> None:
     program = "import transferry_kernels as t; print(t.__version__, t.OPERATORS, t.LIBRARY.name)"
     program += "; print(t.obstacle() or t.instruction_set())"
     command = [sys.executable, "-c", program]
-    told = {**os.environ, "PYTHONPATH": str(kernels_folder), "TRANSFERRY_KERNELS_AVX2": "1"}
+    told = {**os.environ, "PYTHONPATH": str(kernels_folder), "TRANSFERRY_KERNELS_ISA": "avx2"}
     found = subprocess.check_output(command, env=told, text=True).splitlines()
     settings = tomllib.loads((SOURCE / "pyproject.toml").read_text(encoding="utf-8"))
-    assert found == [f"{settings['project']['version']} 1 libtransferry_kernels.so", "AVX2"]
+    assert found == [f"{settings['project']['version']} 2 libtransferry_kernels.so", "AVX2"]
 
 
 def test_a_package_whose_library_cannot_be_loaded_is_a_fault(

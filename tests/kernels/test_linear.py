@@ -22,7 +22,10 @@ from tests.kernels.graphs import (
 )
 
 EPSILON = 1e-5
-EXACT = [(1, 16, 1, 0), (70, 48, 37, 117), (6, 16, 64, 255), (13, 272, 513, 3), (0, 32, 16, 128)]
+EXACT = [
+    *((1, 16, 1, 0), (70, 48, 37, 117), (6, 16, 64, 255), (13, 272, 513, 3), (0, 32, 16, 128)),
+    *((7, 64, 100, 0), (17, 128, 31, 117), (33, 64, 200, 255), (49, 192, 129, 9)),  # AMX's tiles
+]
 SIZES = st.tuples(
     st.integers(1, 70),
     st.integers(1, 20).map(lambda n: 16 * n),
@@ -121,13 +124,18 @@ def test_a_linear_layer_is_rounded_to_heads(library: Path, width: int) -> None:
     same(alone, heads)
 
 
-def test_every_float_is_quantised_as_onnxruntime_does(library: Path) -> None:
+@pytest.mark.parametrize(
+    "scale",
+    [0.021, 2.0**-6, 1 / 3, float(np.nextafter(np.float32(2), np.float32(0))), 1e-25, 1e25, 1e-42],
+)
+def test_every_float_is_quantised_as_onnxruntime_does(library: Path, scale: float) -> None:
     rng = np.random.default_rng(0)
     patterns = rng.integers(0, 1 << 32, 1 << 14, dtype=np.uint32).view(np.float32)
-    values: dict[str, Any] = layer(rng, 16, 16)
+    values: dict[str, Any] = {**layer(rng, 16, 16), "x_scale": np.float32(scale)}
     halves = (np.arange(-300, 300, dtype=np.float32) + 0.5) * values["x_scale"]
+    above, below = (np.nextafter(halves, np.float32(end)) for end in (np.inf, -np.inf))
     odd = np.array([np.nan, -np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-45, 3e38], np.float32)
-    x = np.concatenate([patterns, halves, odd])[:, None].repeat(16, axis=1)
+    x = np.concatenate([patterns, halves, above, below, odd])[:, None].repeat(16, axis=1)
     node = helper.make_node("QuantizeLinear", ["x", "scale", "zero"], ["q"])
     types = {"x": TensorProto.FLOAT, "scale": TensorProto.FLOAT, "zero": TensorProto.UINT8}
     inputs = [helper.make_tensor_value_info(name, kind, None) for name, kind in types.items()]
@@ -136,7 +144,7 @@ def test_every_float_is_quantised_as_onnxruntime_does(library: Path) -> None:
     opset = [helper.make_opsetid("", 21)]
     model = helper.make_model(graph, opset_imports=opset, ir_version=10).SerializeToString()
     theirs = onnxruntime.InferenceSession(model, providers=["CPUExecutionProvider"])
-    scale, zero = np.asarray(values["x_scale"]), np.asarray(values["x_zero"])
-    given = {"x": x, "scale": scale, "zero": zero}
+    given = {"x": x, "scale": values["x_scale"], "zero": values["x_zero"]}
+    given = {name: np.asarray(value) for name, value in given.items()}
     values = {"x": x, **values}
     same(Operator(library, "Linear", values, "x")(values)[1], theirs.run(None, given)[0])

@@ -28,6 +28,8 @@ ATTENTION = self_attention(RNG, (2, 3, 10, 16, 2), single=False)
 CACHE = {"past_keys": int8(RNG, 2, 3, 10, 16), "past_values": int8(RNG, 2, 3, 10, 16)}
 SOUND: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "Linear": (LAYER, "x", {}),
+    "LinearRank": ({**LAYER, "count": np.array([3])}, "x count", {}),
+    "ExpSums": ({"logits": X}, "logits", {}),
     "LinearNorm": (
         {**LAYER, "residual": floats(6, 48), **norm(RNG, 48)},
         "x residual",
@@ -93,6 +95,10 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     ("Linear", {"scale": floats(2)}, "scale of shape [], found [2]"),
     ("Linear", {"scales": floats(47)}, "scales of shape [48], found [47]"),
     ("Linear", {"bias": floats(1)}, "bias of shape [48], found [1]"),
+    ("LinearRank", {"count": np.array([0])}, "a count from 1 to 48, found 0"),
+    ("LinearRank", {"count": np.array([49])}, "a count from 1 to 48, found 49"),
+    ("LinearRank", {"count": integers(2)}, "the count of shape [], found [2]"),
+    ("ExpSums", {"logits": floats(32)}, "the logits of shape [?, ?], found [32]"),
     ("LinearNorm", {"residual": floats(5, 48)}, "the residual of shape [6, 48], found [5, 48]"),
     ("LinearNorm", {"gamma": floats(47)}, "gamma of shape [48], found [47]"),
     ("LinearNorm", {"beta": floats(49)}, "beta of shape [48], found [49]"),

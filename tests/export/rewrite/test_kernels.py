@@ -104,11 +104,19 @@ def test_chains_that_match_become_kernels(name: str, tmp_path: Path) -> None:
     model, calibration = calibrated(**options)
     graphs = graphs_of(model, NAME, with_wide(calibration))
     found = {key: dict(count) for key, graph in graphs.items() if (count := kernels_of(graph))}
-    head = {"lm_head": "Linear"} if model.decoder else {}
-    assert found == {key: counts(text) for key, text in {**expected, **head}.items()}
+    search = {"lm_head": "Linear", "top_k": "LinearRank", "exp_sums": "ExpSums"}
+    wanted = {**expected, **(search if model.decoder else {})}
+    assert found == {key: counts(text) for key, text in wanted.items()}
     bundle = written(tmp_path, model, NAME, graphs)
     check_graphs(bundle, bundle.variant())
     assert weights_claim(model, bundle, bundle.variant(), with_wide(calibration)).problem == ""
+
+
+def test_an_lm_head_of_several_operators_ranks_nothing() -> None:
+    model, calibration = calibrated(**WRITER, output_softcap=5.0)
+    graphs = graphs_of(model, NAME, calibration)
+    assert "top_k" not in graphs
+    assert kernels_of(graphs["exp_sums"]) == {"ExpSums": 1}
 
 
 def test_wide_inputs_stay_beside_a_kernel() -> None:
