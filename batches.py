@@ -172,8 +172,9 @@ class _Plan(ColumnarReader):
                     raise InputError(
                         f"the batch: expected text in the column {name}, found {error}"
                     ) from error
-            # An empty column of pandas is one of numbers.
-            yield name, column if len(column) else column.cast("string")
+            # Without any text, a column of pandas is one of numbers.
+            lacks = column.null_count == len(column)
+            yield name, pyarrow.nulls(len(column), "string") if lacks else column
 
     def rows(self, first: int = 0, last: int | None = None) -> Iterator[InputRow]:
         """Streams the rows of the table."""

@@ -3,9 +3,11 @@
 import errno
 import io
 import os
+import re
+import shutil
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
@@ -49,17 +51,57 @@ def temporary_name(path: Path, folder: Path) -> Path:
     return folder / f".{path.name[:20]}.{os.urandom(8).hex()}.part"
 
 
+def remove_rests(out: Path) -> None:
+    """Removes temporary files and folders that killed processes left for an output."""
+    for rest in out.absolute().parent.glob(".*.*.part"):
+        own = re.fullmatch(TEMPORARY, rest.name) and rest.stem.rpartition(".")[0] == (
+            f".{out.name[:20]}"
+        )
+        with suppress(OSError):  # of another user, or removed meanwhile
+            # One without content may be too new to be locked.
+            if own and (any(rest.iterdir()) if rest.is_dir() else rest.stat().st_size):
+                with locked(partial(os.open, rest, os.O_RDONLY)) as free:
+                    if free and rest.is_dir():
+                        shutil.rmtree(rest, ignore_errors=True)
+                    elif free:
+                        rest.unlink()
+
+
+@contextmanager
+def locked(opened: Callable[[], int]) -> Iterator[bool]:
+    """Locks a file or folder while this process lives, where the system can; tells whether it did.
+
+    `opened` returns a descriptor, which is closed.
+    """
+    if sys.platform == "win32":
+        yield False
+        return
+    import fcntl
+
+    descriptor = opened()
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:  # another process has it, or the file system has no locks
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(descriptor)
+
+
 @contextmanager
 def durable_file(path: Path, folder: Path | None = None) -> Iterator[BinaryIO]:
     """Writes a temporary file and renames it to `path` once all of it is on the disk.
 
     After a power cut the file is complete. After `kill -9` the temporary file stays: in `folder`,
-    which must be on the same file system, by default beside `path`.
+    which must be on the same file system, by default beside `path`; see `remove_rests`.
     """
     temporary = temporary_name(path, folder or path.parent)
-    with at_stop(partial(temporary.unlink, missing_ok=True)):
+    with at_stop(partial(temporary.unlink, missing_ok=True)), ExitStack() as held:
         try:
             with temporary.open("xb") as file:
+                held.enter_context(locked(partial(os.dup, file.fileno())))
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
@@ -92,6 +134,7 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise InputError(f"{path} is not a file, so it is not replaced; name another")
     try:
+        remove_rests(path)
         with durable_file(path) as file:
             yield file
     except OSError as error:

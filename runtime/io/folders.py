@@ -1,10 +1,8 @@
 """Folders that appear whole or not at all, temporary folders, and the kinds of folders."""
 
 import os
-import re
 import shlex
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -12,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from transferry.runtime.errors import InputError
-from transferry.runtime.io.atomic import TEMPORARY, temporary_name, unwritable
+from transferry.runtime.io.atomic import locked, remove_rests, temporary_name, unwritable
 from transferry.runtime.stopping import at_stop
 
 CONFIG = "config.json"
@@ -90,46 +88,14 @@ def staged_folder(out: Path) -> Iterator[Path]:
     with at_stop(undo):
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
-            for rest in folder.parent.glob(".*.*.part"):
-                with suppress(OSError):  # of another user, or removed meanwhile
-                    _remove_rest(rest, out)
+            remove_rests(out)
             folder.mkdir()
-            with _locked(folder):
+            with locked(partial(os.open, folder, os.O_RDONLY)):
                 yield folder
         except OSError as error:
             raise unwritable(out, error) from error
         finally:
             undo()
-
-
-def _remove_rest(folder: Path, out: Path) -> None:
-    """Removes a folder if it is a temporary one for `out` that no living process has locked."""
-    ours = re.fullmatch(TEMPORARY, folder.name) and folder.is_dir()
-    # One without content may be too new to be locked.
-    if ours and folder.stem.rpartition(".")[0] == f".{out.name[:20]}" and any(folder.iterdir()):
-        with _locked(folder) as free:
-            if free:
-                shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[bool]:
-    """Locks a folder while this process lives, where the system can; tells whether it did."""
-    if sys.platform == "win32":
-        yield False
-        return
-    import fcntl
-
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:  # another process has it, or the file system has no locks
-            yield False
-        else:
-            yield True
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager

@@ -211,14 +211,33 @@ def _is_quoted(text: str) -> bool:
 
 
 def _fits(lines: Sequence[str], delimiter: str, *, cut: bool) -> bool:
+    widths = _widths(lines, delimiter, csv.QUOTE_MINIMAL, cut=cut)
+    return len(set(widths)) == 1 and widths[0] > 1
+
+
+def _widths(lines: Sequence[str], delimiter: str, quoting: Any, *, cut: bool) -> list[int]:
+    """Returns the numbers of columns of all records but blank ones; none where one is invalid."""
     widths = []
     try:
-        for record in csv.reader(lines, delimiter=delimiter, strict=True):
+        for record in csv.reader(lines, delimiter=delimiter, strict=True, quoting=quoting):
             widths += [len(record)] if record else []
     except csv.Error as error:
-        if not (cut and "end of data" in str(error)):
-            return False
-    return len(set(widths)) == 1 and widths[0] > 1
+        return widths if cut and "end of data" in str(error) else []
+    return widths
+
+
+def require_header(
+    path: Source | str, lines: Sequence[str], delimiter: str, *, quotes: bool, cut: bool
+) -> None:
+    """Raises InputError where all first rows agree on another number of columns than the header."""
+    quoting = csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE
+    header, *rows = _widths(lines, delimiter, quoting, cut=cut) or [0]
+    if len(rows) > 1 and {header} != set(rows) == {rows[0]}:
+        raise InputError(
+            f"{path}: expected a name for each column, found {header} in the header and {rows[0]} "
+            "columns in the rows; name them all, or write the table without names of rows, as R "
+            "has them (row.names = FALSE)"
+        )
 
 
 def up_to(lines: Iterator[bytes], count: int, size: int) -> Iterator[bytes]:

@@ -43,6 +43,7 @@ from transferry.runtime.jobs.formats.detection import (
     find_delimiter,
     format_of_name,
     is_json,
+    require_header,
     require_json_lines,
     require_text,
     up_to,
@@ -321,13 +322,13 @@ class _TsvReader(_LineReader):
             self._above = 2
             self._delimiter = told[1].decode("latin-1")
         self._delimiter = self._dialect.delimiter or self._delimiter
+        texts = [line.decode(self._encoding, "replace") for line in head]
+        cut = (more := next(lines, None)) is not None
         if self._delimiter is None:
-            texts = [line.decode(self._encoding, "replace") for line in head]
-            cut = (more := next(lines, None)) is not None
             usual = "," if self._quotes else "\t"
             self._delimiter = find_delimiter(self.file, texts, usual, cut=cut)
-            head += [] if more is None else [more]
-        return chain(head, lines)
+        require_header(self.file, texts, self._delimiter, quotes=self._quotes, cut=cut)
+        return chain(head, [] if more is None else [more], lines)
 
     def _header(self, lines: Iterator[_Line]) -> tuple[list[str], Iterator[_Line]]:
         header = next(lines, None)

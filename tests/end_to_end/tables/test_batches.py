@@ -62,6 +62,8 @@ def test_frames_and_columns(mapper: Mapper, table: Any, expected: Any) -> None:
     lists = mapper({"en": TEXTS, "text": TEXTS})
     assert (lists["text"], lists["transferry_text"]) == (TEXTS, answers)
     assert list(mapper(pandas.DataFrame({"en": np.empty(0)}))["text"]) == []
+    nothing = mapper(pandas.DataFrame({"en": [float("nan")] * 2}))
+    assert nothing["error_kind"].tolist() == ["no-text"] * 2
     numbered = Mapper(mapper.bundle, column="0", **SETTINGS)(pandas.DataFrame({0: TEXTS, 1: 6}))
     assert [*numbered][:3] == [0, 1, "text"]
     assert numbered["text"].tolist() == answers

@@ -6,15 +6,19 @@ from pathlib import Path
 
 import pytest
 
+from transferry.runtime.io.atomic import atomic_file
 from transferry.runtime.io.folders import staged_folder
 
 
 def begin(out: Path) -> int:
-    """Begins to fill a temporary folder for `out` in another process, which then waits."""
+    """Begins to fill a temporary folder or file for `out` in another process, which then waits."""
     read, write = os.pipe()
     if (process := os.fork()) == 0:
-        with staged_folder(out) as folder:
-            (folder / "weights.bin").touch()
+        with atomic_file(out) if out.suffix else staged_folder(out) as begun:
+            if isinstance(begun, Path):
+                (begun / "weights.bin").touch()
+            else:
+                begun.write(b"1" * 100_000)
             os.write(write, b"1")
             signal.alarm(20)  # a test that fails does not kill it
             signal.pause()
@@ -46,6 +50,24 @@ def test_rests_of_killed_processes_are_removed(tmp_path: Path) -> None:
     with staged_folder(out) as folder:
         assert {*tmp_path.iterdir()} == {*kept, folder}
     assert {*tmp_path.iterdir()} == kept
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+def test_rests_of_files_are_removed(tmp_path: Path) -> None:
+    out, mine = tmp_path / "report.html", tmp_path / ".report.html.part"
+    mine.touch()
+    kill(begin(tmp_path / "report.xml"))
+    kept = {*tmp_path.iterdir()}
+    kill(begin(out))
+    assert len({*tmp_path.iterdir()} - kept) == 1
+    alive = begin(out)
+    (written,) = {*tmp_path.iterdir()} - kept
+    with atomic_file(out):
+        assert written.exists()
+    kill(alive)
+    with atomic_file(out):
+        assert not written.exists()
+    assert {*tmp_path.iterdir()} == {*kept, out}
 
 
 def test_the_rest_of_another_user_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
