@@ -6,6 +6,7 @@ import base64
 import csv
 import json
 import math
+import re
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -75,7 +76,8 @@ def json_value(value: Any, *, finite: bool = True) -> Any:
     if types.is_interval(kind):
         return list(value.as_py())
     if types.is_temporal(kind):
-        return value.cast(pyarrow.string()).as_py().replace(" ", "T")
+        text = value.cast(pyarrow.string()).as_py().replace(" ", "T")
+        return re.sub(r"([+-]\d\d)(\d\d)$", r"\1:\2", text)  # +0100, which RFC 3339 lacks
     if types.is_decimal(kind):
         return str(value.as_py())
     python = value.as_py()

@@ -29,8 +29,6 @@ from transferry.runtime.jobs.job_options import InputFormat
 
 _BATCH_BYTES = 1 << 23
 _MOST_BATCH_ROWS = 1024
-# First bytes of an Arrow file with random access; a stream has no such mark.
-_ARROW_MAGIC = b"ARROW1"
 # Metadata of Parquet that would no longer be true with more columns: Spark, for one, reads those
 # columns alone that its own schema lists.
 _OF_LAYOUT = (
@@ -324,8 +322,7 @@ def opened_parquet(path: Path | Steady, footer: Any = None) -> Iterator[Any]:
 
     The footer, if it was read before, may be as large as many row groups.
     """
-    pyarrow = import_pyarrow("Parquet")
-    with _told(path, "Parquet", pyarrow), _local(path) as source:
+    with _source(path, "Parquet") as (pyarrow, source):
         settings = {"buffer_size": 1 << 20, "pre_buffer": False, "metadata": footer}
         with pyarrow.parquet.ParquetFile(source, **settings) as file:
             yield file
@@ -334,34 +331,47 @@ def opened_parquet(path: Path | Steady, footer: Any = None) -> Iterator[Any]:
 @contextmanager
 def _opened_arrow(path: Steady) -> Iterator[tuple[Any, Iterator[Any]]]:
     """Opens a file; gives its schema and its batches."""
-    pyarrow = import_pyarrow("Arrow")
-    with _told(path, "Arrow", pyarrow), _local(path) as source:
+    with _source(path, "Arrow") as (pyarrow, source):
         # A stream is mapped where it lies, so that reading is lazy and skipping is free.
         mapped = source if isinstance(path.source, RemoteFile) else pyarrow.memory_map(str(source))
         with pyarrow.PythonFile(mapped) if mapped is source else mapped as file:
-            head = file.read(len(_ARROW_MAGIC))
+            head = bytes(file.read(6))
             file.seek(0)
-            if bytes(head) == _ARROW_MAGIC:
+            if head == b"ARROW1":  # with random access; a stream has no such mark
                 whole = pyarrow.ipc.open_file(file)
-                number = whole.num_record_batches
-                yield whole.schema, map(whole.get_batch, range(number))
+                yield whole.schema, map(whole.get_batch, range(whole.num_record_batches))
             else:
                 stream = pyarrow.ipc.open_stream(file)
-                yield stream.schema, iter(stream)
+                yield stream.schema, _whole(stream, file)
 
 
-def _local(path: Path | Steady) -> AbstractContextManager[Any]:
-    """Returns a path, or an open file elsewhere, for pyarrow."""
-    if isinstance(path, Path):
-        return nullcontext(path)
-    return path.opened() if isinstance(path.source, RemoteFile) else path.watched()
+def _whole(stream: Any, file: Any) -> Iterator[Any]:
+    """Yields the batches of a stream; raises ArrowInvalid if another stream follows."""
+    import pyarrow
+
+    yield from stream
+    if bytes(file.read(8)).strip(b"\0"):
+        raise pyarrow.ArrowInvalid("several streams; give the files that were joined as inputs")
 
 
 @contextmanager
-def _told(path: Path | Steady, kind: str, pyarrow: Any) -> Iterator[None]:
+def _source(path: Path | Steady, kind: str) -> Iterator[tuple[Any, Any]]:
+    """Gives pyarrow, and a path or an open file elsewhere for it."""
+    pyarrow = import_pyarrow(kind)
+    opened: AbstractContextManager[Any] = nullcontext(path)
+    if not isinstance(path, Path):
+        opened = path.opened() if isinstance(path.source, RemoteFile) else path.watched()
+    # Elsewhere an OSError tells of the connection, and a ValueError would tell of the URL.
+    damaged = pyarrow.ArrowException, UnicodeDecodeError
+    with _told(path, kind, OSError), opened as source, _told(path, kind, *damaged):
+        yield pyarrow, source
+
+
+@contextmanager
+def _told(path: Path | Steady, kind: str, *errors: type[Exception]) -> Iterator[None]:
     try:
         yield
-    except (OSError, pyarrow.ArrowException, UnicodeDecodeError) as error:
+    except errors as error:
         reason = str(getattr(error, "strerror", None) or error).rstrip(".")
         if isinstance(error, UnicodeDecodeError):
             reason = "the name of a column is not UTF-8"

@@ -164,8 +164,8 @@ def output_columns(
         if name in repeated or name in choice.output[:place] or (name == "id" and not keeps_table):
             raise UsageError(
                 Option("output_column"),
-                f": there is a column {name} already; choose another name, or leave the column "
-                f"out with --drop {name}",
+                f": there is a column {name} already; choose another name, or leave the column ",
+                *("out with ", Option("drop"), f" {name}"),
             )
     names: list[dict[str, str]] = []
     for place, text in enumerate(texts):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import io
+import os
 import stat
 from array import array
 from bisect import bisect_right
@@ -19,6 +20,7 @@ from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.io.documents import read_document
 from transferry.runtime.io.lines import open_stream
 from transferry.runtime.io.outputs import STANDARD_STREAM
+from transferry.runtime.io.whole import unreadable
 from transferry.runtime.jobs.formats.detection import named_format
 from transferry.runtime.jobs.formats.remote_file import RemoteFile, Source, is_url
 from transferry.runtime.jobs.formats.rows import InputRow, RowReader
@@ -81,6 +83,8 @@ def _expanded(name: Source | str) -> Sequence[Source]:
         if found != [name]:
             _require_no_log({each.folder: each.folder.matching for each in found})
         return found
+    if name == "":  # to pathlib, the working folder
+        raise UsageError("expected a path, found nothing; name a file")
     path = Path(name)
     if path.is_dir():
         _require_no_log(_above([path]))
@@ -145,13 +149,7 @@ def _above(folders: Iterable[Path]) -> dict[Path, Callable[[str], Iterable[Path]
 
 def _table(folder: Path) -> list[Path]:
     """Returns the files of one format in a folder and below it, as Spark and Ray write a table."""
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    # Such as _SUCCESS, _metadata and .part-0.parquet.crc.
-    files = [
-        path
-        for path in files
-        if not any(name.startswith((".", "_")) for name in path.relative_to(folder).parts)
-    ]
+    files = sorted(_below(folder))
     found = {named_format(path)[0] for path in files}
     if len(found) != 1:
         said = ", ".join(sorted(f".{name}" if name else "none" for name in found))
@@ -161,6 +159,26 @@ def _table(folder: Path) -> list[Path]:
             f"'{folder}/*.jsonl'"
         )
     return files
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    """Yields the files in and below a folder, but for those of programs, such as _SUCCESS."""
+
+    def refuse(error: OSError) -> None:
+        raise unreadable(error.filename, error)
+
+    for place, folders, names in os.walk(folder, onerror=refuse):
+        for name in (*folders, *names):
+            path, own = Path(place, name), name.startswith((".", "_"))
+            if own and name in folders:
+                folders.remove(name)
+            elif not own and path.is_file():
+                yield path
+            elif not own and path.is_symlink():
+                raise InputError(
+                    f"{path}: expected a file, found a link to a folder or to nothing; name the "
+                    "folders that count as inputs, or remove the link"
+                )
 
 
 class Steady:

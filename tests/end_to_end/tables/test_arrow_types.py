@@ -188,7 +188,7 @@ def plain(value: Any) -> Any:
         at = (EPOCH + datetime.timedelta(seconds=seconds)).astimezone(ZONES[zone])
         text = f"{at:%H:%M:%S}" if types.is_time(kind) else f"{at:%Y-%m-%dT%H:%M:%S}"
         text += f".{part:0{digits}}" if digits else ""
-        return text + {None: "", "UTC": "Z", "+05:30": "+0530"}[zone]
+        return text + {None: "", "UTC": "Z", "+05:30": "+05:30"}[zone]
     found = value.as_py()
     return base64.b64encode(found).decode() if isinstance(found, bytes) else found
 

@@ -335,7 +335,7 @@ def test_chosen_columns(tmp_path: Path, options: dict[str, Any], wanted: list[st
         ({"keep": "titel"}, r"in\.csv has no column titel for keep; did you mean title\?"),
         ({"drop": "zzz"}, r"no column zzz for drop; it has title, body, id, text"),
         ({"keep": "id", "drop": "text"}, "keep and drop exclude each other; choose one"),
-        ({"output_column": "title"}, "there is a column title already; .*with --drop title"),
+        ({"output_column": "title"}, "there is a column title already; .*with drop title"),
         ({"output_column": ("a", "b")}, "output_column must give one name, found 2"),
     ],
 )

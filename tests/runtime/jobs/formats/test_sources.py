@@ -3,6 +3,7 @@
 import gzip
 import http.server
 import json
+import os
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -223,11 +224,41 @@ def test_a_choice_of_the_rows_of_a_dataset_is_refused(
         texts(dataset)
 
 
-def test_a_damaged_arrow_file_is_told(dataset: Path) -> None:
+def test_no_file_of_a_folder_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, beside = tmp_path / "folder", tmp_path / "beside"
+    for place in (folder, folder / "below", folder / "_below", beside):
+        place.mkdir()
+        (place / "rows.txt").write_text(f"{place.name}\n")
+    (folder / "again.txt").symlink_to("below/rows.txt")
+    assert texts(folder) == ["below", "below", "folder"]
+    for target in (beside, tmp_path / "absent"):
+        (folder / ".link").symlink_to(target)
+        (folder / "link").symlink_to(target)
+        with pytest.raises(InputError, match="link: expected a file, found a link to a folder or"):
+            texts(folder)
+        (folder / "link").unlink()
+        (folder / ".link").unlink()
+    monkeypatch.chdir(folder)
+    with pytest.raises(UsageError, match="expected a path, found nothing"):
+        texts("")
+    (tmp_path / "below").symlink_to(folder / "below")
+    assert texts(tmp_path / "below") == ["below"]
+    if hasattr(os, "getuid") and os.getuid():  # root may read all
+        (folder / "below").chmod(0)
+        with pytest.raises(InputError, match="below: cannot be read: Permission denied"):
+            texts(folder)
+
+
+def test_a_damaged_file_is_told(dataset: Path, tmp_path: Path, server: str) -> None:
     path = dataset / "data-00000-of-00004.arrow"
-    path.write_bytes(path.read_bytes()[:50])
-    with pytest.raises(InputError, match="cannot be read as Arrow"):
-        texts(dataset)
+    (tmp_path / "rows.parquet").write_bytes(b"PAR1 or not")
+    for content, damage in ((path.read_bytes() * 2, "several streams"), (b"rows", "Expected")):
+        path.write_bytes(content)
+        for place in (dataset, f"{server}/saved/{path.name}"):
+            with pytest.raises(InputError, match=f"cannot be read as Arrow: {damage}"):
+                texts(place)
+    with pytest.raises(InputError, match="cannot be read as Parquet: Parquet magic"):
+        texts(f"{server}/rows.parquet")
 
 
 def test_urls_are_read_as_they_stream_in(
