@@ -2,8 +2,10 @@
 
 import base64
 import contextlib
+import errno
 import http.client
 import io
+import os
 import urllib.error
 import urllib.request
 from typing import Any, cast
@@ -49,6 +51,8 @@ class HttpFile(io.RawIOBase):
         if self._size is None:
             raise io.UnsupportedOperation("the server does not say how long the file is")
         at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        if at < 0:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         if at != self._at:
             self._drop()
         self._at = at

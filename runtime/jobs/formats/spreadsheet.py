@@ -68,7 +68,7 @@ class SpreadsheetReader(RowReader):
         """Opens the sheet; gives the cells of each row, the header included."""
         read = _import_openpyxl()
         recorded = warnings.catch_warnings(record=True)
-        with _told(self.file), recorded as warned, self._steady.opened() as file:
+        with recorded as warned, _opened(self._steady) as file:
             warnings.simplefilter("always")
             with zipfile.ZipFile(file) as packed:
                 sizes = {each.filename: each.file_size for each in packed.infolist()}
@@ -102,14 +102,16 @@ def _fault(cells: Sequence[Any]) -> RowError | None:
 
 
 @contextmanager
-def _told(path: Source) -> Iterator[None]:
-    """Converts exceptions of openpyxl and of reading to our errors."""
+def _opened(file: Steady) -> Iterator[Any]:
+    """Opens a workbook; converts exceptions of openpyxl and of reading to our errors."""
     try:
-        yield
+        with file.opened() as opened:
+            try:
+                yield opened
+            except _DAMAGES as error:  # elsewhere a ValueError would tell of the URL
+                raise InputError(f"{file}: cannot be read as a workbook: {error}") from error
     except OSError as error:
-        raise unreadable(path, error) from error
-    except _DAMAGES as error:
-        raise InputError(f"{path}: cannot be read as a workbook: {error}") from error
+        raise unreadable(file.source, error) from error
 
 
 def _filled(rows: Iterator[Sequence[Any]], warned: list[Any]) -> Iterator[Sequence[Any]]:

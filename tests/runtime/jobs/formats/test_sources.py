@@ -259,6 +259,10 @@ def test_a_damaged_file_is_told(dataset: Path, tmp_path: Path, server: str) -> N
                 texts(place)
     with pytest.raises(InputError, match="cannot be read as Parquet: Parquet magic"):
         texts(f"{server}/rows.parquet")
+    (tmp_path / "rows.xlsx").touch()
+    for place in (tmp_path / "rows.xlsx", f"{server}/rows.xlsx"):
+        with pytest.raises(InputError, match="cannot be read as a workbook: File is not a zip"):
+            texts(place)
 
 
 def test_urls_are_read_as_they_stream_in(
