@@ -233,10 +233,11 @@ def require_header(
     quoting = csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE
     header, *rows = _widths(lines, delimiter, quoting, cut=cut) or [0]
     if len(rows) > 1 and {header} != set(rows) == {rows[0]}:
+        quoting_too = f"quote cells that hold {delimiter!r}, " if quotes else ""
         raise InputError(
             f"{path}: expected a name for each column, found {header} in the header and {rows[0]} "
-            "columns in the rows; name them all, or write the table without names of rows, as R "
-            "has them (row.names = FALSE)"
+            f"columns in the rows; name them all, {quoting_too}or leave out R's names of rows "
+            "(row.names = FALSE)"
         )
 
 
