@@ -74,10 +74,9 @@ inline void tile(const uint8_t* x, int inputs, const int8_t* weights, const int3
   for (int i = 0; i < inputs; i += 4, weights += 256) {
     __m512i w[4];
     UNROLL for (int j = 0; j < 4; ++j) w[j] = _mm512_load_si512(weights + 64 * j);
-    if (R == 1) {  // one row waits for memory, and the hardware's prefetcher stops at pages
-      UNROLL for (int j = 0; j < 4; ++j) {
-        _mm_prefetch((const char*)weights + 2048 + 64 * j, _MM_HINT_T0);
-      }
+    // Few rows wait for memory, and the hardware's prefetcher stops at pages.
+    UNROLL for (int j = 0; j < 4; ++j) {
+      _mm_prefetch((const char*)weights + 2048 + 64 * j, _MM_HINT_T0);
     }
     UNROLL for (int r = 0; r < R; ++r) {
       __m512i four = _mm512_set1_epi32(*(const int*)(x + size_t(r) * inputs + i));
