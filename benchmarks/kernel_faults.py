@@ -51,10 +51,10 @@ FAULTS = (
         "inputs rounded down", KERNELS, "round_to_even(x) + zero", "round_to_even(x - 0.5f) + zero"
     ),
     Fault(
-        "a quotient of 12 bits",
+        "a quotient that two steps do not reach",
         KERNELS,
         "Floats near = x * inverse;",
-        "Floats near = x * inverse * 1.0002f;",
+        "Floats near = x * inverse * 1.5f;",
     ),
     Fault(
         "products of a last row twice", KERNELS, "row += height;", "row += height - (rest == 2);"

@@ -7,13 +7,13 @@
 // A linear layer. Its input is quantised to uint8 with one static scale, its weights to int8 with
 // a scale for each output. The arrays are padded with zeros to multiples of 64 outputs.
 struct Weights {
-  int outputs, inputs;    // any number, and a multiple of 16
-  float input_scale;      // an input is about (q - input_zero) * input_scale
-  float input_inverse;    // 1 / input_scale, or 0 where inputs must be divided by the scale
+  int outputs, inputs;  // any number, and a multiple of 16
+  float input_scale;    // an input is about (q - input_zero) * input_scale
+  float input_inverse;  // 1 / input_scale, or 0 where inputs must be divided by the scale
   int input_zero;
-  const int8_t* packed;   // blocks of 64 outputs: [inputs / 4, 64, 4]
-  const int32_t* start;   // -input_zero * sum of an output's weights
-  const float* scales;    // of the integer product, by output
+  const int8_t* packed;  // blocks of 64 outputs: [inputs / 4, 64, 4]
+  const int32_t* start;  // -input_zero * sum of an output's weights
+  const float* scales;   // of the integer product, by output
   const float* bias;
 };
 
@@ -74,8 +74,8 @@ struct Kernels {
   // The rows of y, which begin with output 0, lie `step` apart.
   void (*linear)(const Weights&, const uint8_t* q, int rows, Outputs, float* y, int64_t step);
   // Quantises the product for a layer that follows; `shown`, unless null, has it unrounded.
-  void (*linear_quantized)(const Weights&, const uint8_t* q, int rows, Outputs,
-                           const Weights& next, uint8_t* y, float* shown);
+  void (*linear_quantized)(const Weights&, const uint8_t* q, int rows, Outputs, const Weights& next,
+                           uint8_t* y, float* shown);
   // x = LayerNormalization(x + residual)
   void (*add_norm)(float* x, const float* residual, int rows, int width, const Norm&);
   void (*attention)(const Attention&);

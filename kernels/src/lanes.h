@@ -80,9 +80,7 @@ inline Integers load_integers(const int32_t* p) {
 inline Integers round_to_even(Floats x) {
   return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)};
 }
-inline Floats to_float(Integers x) {
-  return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)};
-}
+inline Floats to_float(Integers x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
 inline Integers operator+(Integers x, int y) {
   __m256i each = _mm256_set1_epi32(y);
   return {_mm256_add_epi32(x.a, each), _mm256_add_epi32(x.b, each)};
@@ -153,12 +151,13 @@ inline float largest(Floats x) {
   __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
 }
-// e^x of x <= 88, with the polynomial of Cephes's expf; 0 below -87, NaN of NaN.
+// e^x of x up to 88, infinite at 89, with the polynomial of Cephes's expf; 0 below -87, NaN of NaN.
 inline Floats exponential(Floats x) {
-  const Floats least = broadcast(-87.f);  // 2^n stays a normal number
+  const Floats least = broadcast(-87.f);                    // 2^n stays a normal number
   Integers n = round_to_even(max(least, x) * 1.44269504f);  // max takes the second of a NaN
   Floats f = to_float(n);
-  Floats r = less_product(f, broadcast(-2.12194440e-4f), less_product(f, broadcast(0.693359375f), x));
+  Floats r =
+      less_product(f, broadcast(-2.12194440e-4f), less_product(f, broadcast(0.693359375f), x));
   Floats p = fma(broadcast(1.9875691500e-4f), r, broadcast(1.3981999507e-3f));
   p = fma(p, r, broadcast(8.3334519073e-3f));
   p = fma(p, r, broadcast(4.1665795894e-2f));

@@ -85,8 +85,8 @@ class Quantized {
   Scratch room_;
 };
 
-// Calls function(outputs) for all outputs of a layer, in parts: for threads, where waking them costs
-// less than the product, and for the cache, where many rows meet the same weights.
+// Calls function(outputs) for all outputs of a layer, in parts: for threads, where waking them
+// costs less than the product, and for the cache, where many rows meet the same weights.
 template <class Function>
 void for_outputs(const Context& c, const Weights& w, int64_t rows, Function function) {
   constexpr int64_t MUCH = 1 << 20;  // multiplications, 10 microseconds

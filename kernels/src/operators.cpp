@@ -61,13 +61,16 @@ struct ExpSums {  // logits
 };
 
 struct LinearRank {  // x, weights, count
-  static constexpr const char *name = "LinearRank", *inputs = "f" LINEAR "i", *outputs = "fifU";
-  static constexpr int SPAN = 16 * PART;  // tokens that one thread ranks
+  static constexpr const char *name = "LinearRank", *inputs = "f" LINEAR "i", *outputs = "fif";
   Packed weights;
+  int span;  // tokens that one thread ranks; few spans need little memory
 
-  explicit LinearRank(const Node& node) : weights(node, 1) {}
+  explicit LinearRank(const Node& node) : weights(node, 1) {
+    const int eighth = (weights.outputs / 8 + PART) / PART * PART;
+    span = std::max(16 * PART, eighth);
+  }
   void run(const Context& c) const {
-    const int tokens = weights.outputs, spans = (tokens + SPAN - 1) / SPAN;
+    const int tokens = weights.outputs, spans = (tokens + span - 1) / span;
     const int64_t rows = c.rows(0, "x", weights.inputs), parts = (tokens + PART - 1) / PART;
     c.shape(7).expect_one("the count");
     const int64_t count = *c.in<int64_t>(7);
@@ -75,23 +78,25 @@ struct LinearRank {  // x, weights, count
       refuse("expected a count from 1 to " + std::to_string(tokens) + ", found " +
              std::to_string(count));
     }
-    const Quantized x(c, weights, rows, 3, c.in<float>(0));
+    const Scratch integers(rows * weights.inputs);
+    uint8_t* x = integers.as<uint8_t>();
+    kernels().quantize(weights, c.in<float>(0), rows * weights.inputs, x);
     const Scratch products(spans * rows * PART * sizeof(float)), sums(parts * rows * sizeof(float));
     std::vector<float> logits(spans * rows * count, -INFINITY);
     std::vector<int64_t> found(logits.size());
-    auto ranking = [&](int span, int64_t row) {
-      const size_t at = (span * rows + row) * count;
+    auto ranking = [&](int64_t place, int64_t row) {
+      const size_t at = (place * rows + row) * count;
       return Ranking{logits.data() + at, found.data() + at, int(count)};
     };
-    c.parallel(spans, [&](size_t span) {
-      float* product = products.as<float>() + span * rows * PART;
-      for (int n = span * SPAN; n < tokens && n < int(span + 1) * SPAN; n += PART) {
+    c.parallel(spans, [&](size_t place) {
+      float* product = products.as<float>() + place * rows * PART;
+      for (int n = place * span; n < tokens && n < int(place + 1) * span; n += PART) {
         const int width = std::min(PART, tokens - n);
-        kernels().linear(weights, x.data(), rows, {n, n + width}, product - n, PART);
+        kernels().linear(weights, x, rows, {n, n + width}, product - n, PART);
         for (int64_t row = 0; row < rows; ++row) {
           const float* logit = product + row * PART;
           sums.as<float>()[row * parts + n / PART] = kernels().exp_sum(logit, width);
-          kernels().rank(logit, width, n, ranking(span, row));
+          kernels().rank(logit, width, n, ranking(place, row));
         }
       }
     });
@@ -103,8 +108,8 @@ struct LinearRank {  // x, weights, count
       for (int part = 0; part < parts; ++part) sum += sums.as<float>()[row * parts + part];
       y[row] = float(sum);
       const Ranking best = ranking(0, row);
-      for (int span = 1; span < spans; ++span) {
-        const Ranking next = ranking(span, row);
+      for (int place = 1; place < spans; ++place) {
+        const Ranking next = ranking(place, row);
         for (int i = 0; i < count; ++i) kernels().rank(next.logits + i, 1, next.tokens[i], best);
       }
       std::copy(best.logits, best.logits + count, top + row * count);
@@ -302,8 +307,8 @@ struct EncoderSelfAttention {  // queries, keys, values [rows, d], mask of the s
     float* out = c.out<float>(0, {rows, d});
     for (int64_t row = 0; row < rows; row += length) {
       for (int64_t at = row * d; at < (row + 1) * d; at += width) {
-        kernels().encoder_attention({query + at, key + at, value + at, mask + row, int(length),
-                                     width, d, out + at});
+        kernels().encoder_attention(
+            {query + at, key + at, value + at, mask + row, int(length), width, d, out + at});
       }
     }
   }
@@ -398,9 +403,15 @@ ort::CustomOp described() {
 }  // namespace
 
 const std::vector<ort::CustomOp>& operators() {
-  static const std::vector<ort::CustomOp> all = {
-      described<Linear>(),        described<LinearNorm>(),     described<FeedForward>(),
-      described<LinearToHeads>(), described<SelfAttention>(),  described<CrossAttention>(),
-      described<EncoderSelfAttention>(), described<Embed>(), described<ExpSums>(), described<LinearRank>()};
+  static const std::vector<ort::CustomOp> all = {described<Linear>(),
+                                                 described<LinearNorm>(),
+                                                 described<FeedForward>(),
+                                                 described<LinearToHeads>(),
+                                                 described<SelfAttention>(),
+                                                 described<CrossAttention>(),
+                                                 described<EncoderSelfAttention>(),
+                                                 described<Embed>(),
+                                                 described<ExpSums>(),
+                                                 described<LinearRank>()};
   return all;
 }

@@ -32,6 +32,7 @@ def likeliest(logits: Array, count: int) -> Array:
 @example(rows=9, tokens=4096, share=0.002)
 @example(rows=9, tokens=4097, share=0.002)
 @example(rows=2, tokens=9001, share=0.5)
+@example(rows=1, tokens=40000, share=0.001)
 def test_the_largest_logits_are_those_of_a_stable_sort(
     library: Path, rows: int, tokens: int, share: float
 ) -> None:
