@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import errno
 import os
 import shlex
 from collections.abc import Callable, Iterator, Sequence
@@ -100,6 +101,8 @@ class FilePath(click.Path):
             self.fail("expected a path, found -; standard output takes answers alone", param, ctx)
         try:
             path.lstat()
+            if path.is_dir() and not os.access(path, os.X_OK):  # no file in it can be opened
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         except (FileNotFoundError, NotADirectoryError):
             pass
         except OSError as error:

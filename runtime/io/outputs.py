@@ -57,7 +57,10 @@ def require_own(path: Path, foreign: Callable[[Path], str]) -> None:
     if not os.path.lexists(path):
         return
     # A link would be replaced, not followed.
-    fault = "is a symbolic link" if path.is_symlink() else foreign(path)
+    try:
+        fault = "is a symbolic link" if path.is_symlink() else foreign(path)
+    except OSError as error:  # a folder without permission
+        raise unwritable(path, error) from error
     if fault:
         raise UsageError(f"{path} {fault}, so it is not replaced; name another, or move it away")
 

@@ -1,6 +1,7 @@
 """A downloaded folder becomes a bundle in one command, and other folders are refused in words."""
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from transferry.build_model.importing.huggingface.importer import read_card
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.card import UNKNOWN, ModelCard
 from transferry.runtime.bundle.manifest import Manifest
-from transferry.runtime.errors import UsageError
+from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.io.outputs import require_own
 from transferry.runtime.proof.certificates.envelope import Envelope
 
 CARD = """---
@@ -94,3 +96,20 @@ def test_run_of_a_folder_names_the_command(downloaded: Path) -> None:
 
 def test_a_name_of_the_hub_is_told_how_to_download(tmp_path: Path) -> None:
     fails(3, "hf download MODEL", "import", "Helsinki-NLP/opus-mt-en-de", "--out", tmp_path / "run")
+
+
+def test_a_folder_without_permission_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.X_OK)  # root may do all
+    new = str(tmp_path / "new")
+    for arguments in (["inspect", str(tmp_path)], ["export", str(tmp_path), "--out", new]):
+        result = call(*arguments)
+        assert result.exit_code == 3
+        assert "cannot be used: Permission denied" in result.output
+
+    def unreadable(path: Path) -> str:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    with pytest.raises(InputError, match="cannot be written: Permission denied; nothing was"):
+        require_own(tmp_path, unreadable)
