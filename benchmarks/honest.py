@@ -7,7 +7,8 @@ of odd sizes and positions; with up to three distortions, such as an embedding 1
 a norm of zeros, a bias of -1e4 or equal rows. Every second group is exported by a process in which
 torch computes without vector instructions (ATEN_CPU_CAPABILITY=default). `portable` and two other
 variants are verified on words, long and repeated rows. Rounding may cost too much, or inputs lie
-outside the calibrated range; any other failure accuses a correct bundle, and its draw is kept.
+outside the calibrated range. A bundle is WRONG, rightly refused, if it gives NaN or infinity where
+torch gives neither; any other failure accuses a correct bundle. Draws of both are kept.
 FOLDER/draws.jsonl has each draw, and the checks that passed near their limit. The last line is
 JSON.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import re
@@ -331,6 +333,11 @@ def verdict(variant: str, report: ParityReport) -> str:
         return "passed"
     if not exact:
         return "costs too much"
+    lacking = [each for each in report.comparisons if each.fault == "holds NaN or infinity"]
+    if any(math.isfinite(each.reference_error) for each in lacking):
+        return "WRONG"
+    if lacking:  # in torch too
+        return "proves nothing"
     if all(each.startswith(CALIBRATED) for each in exact):
         return "calibrated on other text"
     return "proves nothing" if all("proves nothing" in each for each in exact) else "ACCUSED"
@@ -384,7 +391,7 @@ def main() -> None:
             for name, each in found.items():
                 counts[name][each["verdict"]] += 1
                 print(number, kind, name, each["verdict"], *each["faults"][:1], file=sys.stderr)
-            if not any(each["verdict"] == "ACCUSED" for each in found.values()):
+            if not any(each["verdict"] in ("ACCUSED", "WRONG") for each in found.values()):
                 shutil.rmtree(place, ignore_errors=True)
     verdicts = sorted({each for found in counts.values() for each in found})
     rows = [(name, *(str(found[each]) for each in verdicts)) for name, found in counts.items()]
