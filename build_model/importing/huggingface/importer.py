@@ -251,8 +251,8 @@ def _with_cuts(
     """Adds how `truncation=True` of transformers cuts texts; sentence-transformers has a length."""
     settings, sides = pretrained.tokenizer, {"left": True, "right": False}
     longest = settings.number("model_max_length", settings.number("max_len", MOST))
-    if longest < 1:
-        settings.refuse("model_max_length", longest, "at least 1")
+    if longest < (least := 1 + pretrained.padded):
+        settings.refuse("model_max_length", longest, f"at least {least}")
     unlimited = sentence is not None or longest >= shape.max_positions
     return replace(
         special,

@@ -64,6 +64,11 @@ def test_padding_that_ends_a_text_is_read_by_no_head(tmp_path: Path) -> None:
     theirs = Theirs("qwen3", 0, folder, CLASSES[0], num_labels=3, pad_token_id=2)
     require_theirs(theirs, folder, run, CLASSES[0])
     assert load_checkpoint(run).tokenizer.special.after == ()
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(settings | {"model_max_length": 1}))  # the end token alone
+    with pytest.raises(InputError, match=r"model_max_length is 1.*at least 2"):
+        import_pretrained(folder, run, force=True)
 
 
 @pytest.mark.parametrize(("kind", "setting"), [("gemma3_text", True), ("llama", False)])
