@@ -97,7 +97,7 @@ class LMHead:
         return self.hidden(rows).numpy(), approximate, maxima
 
     def _ranked(self, rows: int, k: int) -> TopK:
-        """The k likeliest tokens of each row, ranked on the device."""
+        """The k likeliest tokens of each row, ranked in a graph."""
         found = self._run("top_k", rows, k)
         logits, tokens = found["top_logits"], found["top_tokens"]
         if "exp_sums" in found:
