@@ -83,7 +83,6 @@ class TorchDecoder:
 
     @torch.inference_mode()
     def start(self, source: Ids, mask: Mask) -> TorchState:
-        """Encodes the source; see `Decoder.start`."""
         key = source.shape, source.tobytes(), mask.tobytes()
         if self._begun is not None and self._begun[0] == key:
             return self._begun[1]
@@ -113,7 +112,6 @@ class TorchDecoder:
     def step(
         self, tokens: Ids, state: TorchState, *, top: int | None = None, normalise: bool = False
     ) -> tuple[StepOutput, TorchState]:
-        """Reads target tokens and returns all logits; see `Decoder.step`."""
         (target,) = _on_device(self.model, np.ascontiguousarray(tokens))
         with self._arithmetic:
             logits, past = self.model.decode(target, state.mask, state.cross, state.past)
@@ -124,7 +122,6 @@ class TorchDecoder:
 
     @torch.inference_mode()
     def select(self, state: TorchState, rows: Ids) -> TorchState:
-        """Selects rows of the state; see `Decoder.select`."""
         (index,) = _on_device(self.model, rows)
         past, moved = _each(state.past, lambda tensor: tensor[index]), state.rows[rows]
         if self.has_encoder and np.array_equal(moved, state.rows):

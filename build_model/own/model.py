@@ -78,17 +78,14 @@ class OwnModel(Transformer):
         return {}
 
     def encode(self, source: Tensor, source_mask: Tensor) -> Tensor:
-        """See `Transformer.encode`."""
         encode = self.module.encode if self.config.decoder_layers else self.module
         encoded: Tensor = encode(source, source_mask)
         return encoded
 
     def cross(self, encoded: Tensor) -> list[KeyValues]:
-        """See `Transformer.cross`."""
         return [KeyValues(*both) for both in self.module.cross(encoded)]
 
     def empty_past(self, batch: int) -> list[KeyValues]:
-        """See `Transformer.empty_past`."""
         shape = batch, self.config.kv_heads, 0, self.config.d_head
         nothing = self.embedding.weight.new_zeros(shape)
         return [KeyValues(nothing, nothing) for _ in self.decoder]
@@ -96,12 +93,10 @@ class OwnModel(Transformer):
     def decode(
         self, target: Tensor, mask: Tensor, cross: Sequence[Any], past: Sequence[Any]
     ) -> tuple[Tensor, list[Any]]:
-        """See `Transformer.decode`."""
         logits, present = self.module.decode(target, mask, cross, past)
         return logits, [KeyValues(*both) for both in present]
 
     def logits(self, x: Tensor) -> Tensor:
-        """See `Transformer.logits`."""
         found: Tensor = self.module.logits(x)
         return found
 

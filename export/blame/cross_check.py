@@ -96,7 +96,6 @@ class ReferenceBackend(Backend):
         }
 
     def run(self, graph: str, feeds: Mapping[str, NDArray[Any]], wanted: Sequence[str]) -> Arrays:
-        """Runs a graph; see `Backend.run`."""
         return list(self._evaluators[graph].run(list(wanted), dict(feeds)))
 
 
@@ -121,7 +120,6 @@ class OpenVinoBackend(Backend):
         }
 
     def run(self, graph: str, feeds: Mapping[str, NDArray[Any]], wanted: Sequence[str]) -> Arrays:
-        """Runs a graph; see `Backend.run`."""
         results = self._compiled[graph](dict(feeds), share_outputs=False)
         return [results[name] for name in wanted]
 
@@ -262,7 +260,6 @@ class PlainDecoder:
         self.vocabulary_size = int(self._graphs["decoder"].tensor("logits").shape[-1])
 
     def start(self, source: NDArray[np.int64], mask: NDArray[np.bool_]) -> PlainState:
-        """Encodes the source; see `Decoder.start`."""
         names = self._graphs["decoder"].names("past")
         spec = self._graphs["decoder"].tensor("past")
         shape = [0 if isinstance(size, str) else size for size in spec.shape[1:]]
@@ -284,7 +281,6 @@ class PlainDecoder:
         top: int | None = None,
         normalise: bool = False,
     ) -> tuple[StepOutput, PlainState]:
-        """Reads target tokens and returns all logits; see `Decoder.step`."""
         inputs: dict[Any, Arrays] = {
             "target": [tokens],
             "source_mask" if self.has_encoder else "past_mask": [state.mask],
@@ -296,7 +292,6 @@ class PlainDecoder:
         return StepOutput(logits), PlainState(mask, state.cross, present)
 
     def select(self, state: PlainState, rows: NDArray[np.int64]) -> PlainState:
-        """Takes rows of the state; see `Decoder.select`."""
         cross = state.cross
         if self.has_encoder:
             cross = self._run("select", {"rows": [rows], "state": cross}, "selected")
@@ -331,7 +326,6 @@ class PlainEncoder:
     def encode(
         self, source: NDArray[np.int64], mask: NDArray[np.bool_]
     ) -> dict[str, NDArray[np.floating[Any]]]:
-        """Returns all outputs; see `EncoderModel.encode`."""
         names = [spec.name for spec in self._graph.outputs]
         feeds = dict(zip([spec.name for spec in self._graph.inputs], (source, mask), strict=True))
         return dict(zip(names, self._backend.run("encoder", feeds, names), strict=True))

@@ -99,11 +99,9 @@ class _ShownRunner(GraphRunner):
         self.written: dict[str, list[NDArray[Any]]] = {}
 
     def run(self, *inputs: Any, **more: Any) -> list[Any]:
-        """See `GraphRunner.run`."""
         return super().run(*inputs, **more)[len(self.shown) :]
 
     def run_bound(self, binding: Any, *copies: Any, **waits: Any) -> None:
-        """See `GraphRunner.run_bound`."""
         super().run_bound(binding, *copies, **waits)
         found = binding.get_outputs()[binding.before :]
         for name, value in zip(self.shown, found, strict=False):
@@ -174,7 +172,6 @@ class ShownModel:
         return found
 
     def start(self, source: NDArray[np.int64], mask: NDArray[np.bool_]) -> Any:
-        """See `Decoder.start`."""
         state = self._model.start(source, mask)
         prompt = 0 if self._model.has_encoder else source.shape[1]
         cached = self._cached(state, "cross", prompt)
@@ -182,7 +179,6 @@ class ShownModel:
         return state
 
     def step(self, tokens: NDArray[np.int64], state: Any) -> tuple[StepOutput, Any]:
-        """See `Decoder.step`."""
         output, state = self._model.step(tokens, state)
         cached = self._cached(state, "past", tokens.shape[1])
         self.calls.append(_Call(*self._read(np.ones(tokens.shape, np.bool_)), cached))

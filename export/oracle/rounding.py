@@ -190,7 +190,6 @@ class _IntegerMemory(MultiHeadAttention):
     """Attention whose keys and values are rounded to the integers of an int8 cache."""
 
     def project(self, x: Tensor, rotation: Rotation | None = None) -> KeyValues:
-        """See `MultiHeadAttention.project`."""
         exact, shift = super().project(x, rotation), Moved.current
         with torch._C.DisableTorchFunction():  # nothing is left to convert
             return KeyValues(*(round_to(each, 1.0, shift, LOWEST, LARGEST) for each in exact))

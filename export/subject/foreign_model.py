@@ -283,7 +283,6 @@ class ForeignDecoder:
     def step(
         self, tokens: Ids, state: ForeignState, *, top: int | None = None, normalise: bool = False
     ) -> tuple[StepOutput, ForeignState]:
-        """Reads target tokens and returns all logits; see `Decoder.step`."""
         if state.past is None:
             logits, state = self._begin(tokens, state)
             return StepOutput(logits), state
@@ -345,7 +344,6 @@ class ForeignDecoder:
         return found["logits"], grown
 
     def select(self, state: ForeignState, rows: Ids) -> ForeignState:
-        """Takes rows of the state; see `Decoder.select`."""
         past = state.past and {name: value[rows] for name, value in state.past.items()}
         states = None if state.states is None else state.states[rows]
         return ForeignState([state.rows[row] for row in rows], state.mask[rows], states, past)
@@ -371,7 +369,6 @@ class ForeignEncoder:
         self._graph.require(READS, ("logits", "hidden", "head"))
 
     def encode(self, source: NDArray[np.int64], mask: NDArray[np.bool_]) -> dict[str, NDArray[Any]]:
-        """Encodes padded token ids; see `ObservableEncoder.encode`."""
         inputs = {
             "tokens": source,
             "mask": mask,

@@ -76,7 +76,6 @@ class BeamStrategy(Strategy):
     def choose(
         self, output: StepOutput, allowed: Floats | None, rows: Integers, own: Doubles | None = None
     ) -> Choice:
-        """Ranks the continuations of the beams; see `Strategy.choose`."""
         logits = output.all_logits[:, -1]
         normaliser = output.log_sum_exp
         if normaliser is None:
@@ -94,7 +93,6 @@ class BeamStrategy(Strategy):
         return self._follow(rows, normaliser, candidates, (own, allowed))
 
     def choose_top_k(self, top_k: TopK, rows: Integers) -> Choice:
-        """Ranks the continuations of the beams; see `Strategy.choose_top_k`."""
         assert top_k.log_sum_exp is not None
         return self._follow(rows, top_k.log_sum_exp, partial(best_of_top_k, top_k))
 
@@ -198,7 +196,6 @@ class BeamStrategy(Strategy):
         return settled
 
     def hypotheses(self, sentence: int) -> list[Hypothesis]:
-        """Returns the best `n_best`; see `Strategy.hypotheses`."""
         if self.failed[sentence] or not self.best[sentence]:
             return [FAILED]
         return self.best[sentence][: self.options.n_best]

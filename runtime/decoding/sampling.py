@@ -51,7 +51,6 @@ class SamplingStrategy(Strategy):
     def choose(
         self, output: StepOutput, allowed: Floats | None, rows: Integers, own: Doubles | None = None
     ) -> Choice:
-        """Chooses a token a row; see `Strategy.choose`."""
         logits = output.all_logits[:, -1]
         restricted = allowed is not None
         allowed = logits if allowed is None else allowed
@@ -76,7 +75,6 @@ class SamplingStrategy(Strategy):
         return self._follow(rows, tokens, usable, gains)
 
     def choose_top_k(self, top_k: TopK, rows: Integers) -> Choice:
-        """Takes the likeliest token a row; see `Strategy.choose_top_k`."""
         gains: Floats | float = math.nan
         if top_k.logits is not None and top_k.log_sum_exp is not None:
             gains = top_k.logits[:, 0] - top_k.log_sum_exp
@@ -114,7 +112,6 @@ class SamplingStrategy(Strategy):
         return Choice(rows, None, tokens)
 
     def hypotheses(self, sentence: int) -> list[Hypothesis]:
-        """Returns all outputs of a sentence; see `Strategy.hypotheses`."""
         first = sentence * self.width
         return ranked(self._hypothesis(row) for row in range(first, first + self.width))
 

@@ -74,17 +74,14 @@ class _Watched:
         self._rows = np.arange(len(case.source))
 
     def start(self, source: NDArray[np.int64], mask: NDArray[np.bool_]) -> Any:
-        """See `Decoder.start`."""
         self.first = self._model.start(source, mask)
         return self.first
 
     def step(self, tokens: NDArray[np.int64], state: Any) -> tuple[StepOutput, Any]:
-        """See `Decoder.step`."""
         output, self._last = self._model.step(tokens, state)
         return output, self._last
 
     def tensors(self, state: Any) -> Tensors:
-        """See `ObservableDecoder.tensors`."""
         self._found = self._model.tensors(state)
         return self._found
 
