@@ -327,9 +327,7 @@ class ServedGraph:
     """One graph of a bundle; nothing is written into the bundle's folder."""
 
     def __init__(self, path: Path, spec: GraphSpec, options: SessionOptions) -> None:
-        self.path = path
-        self.spec = spec
-        self.options = options
+        self.path, self.spec, self.options = path, spec, options
         self.model = onnx.load(str(self.path), load_external_data=False)
         self.nodes = list(self.model.graph.node)
         self._plain = open_session(self.path, options)

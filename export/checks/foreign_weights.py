@@ -204,10 +204,7 @@ def _problem(matrix: Matrix, rows: slice, name: str, weight: Floats) -> str:
             far = np.abs(values - rounded)
             sides.append((far > SMALLEST + STEPS["float32"] * size, far > SMALLEST + step * size))
     else:
-        steps, far = (
-            np.abs(integers.step[rows]),
-            np.abs(values - weight),
-        )
+        steps, far = np.abs(integers.step[rows]), np.abs(values - weight)
         cut = integers.ends[rows] & (np.abs(weight) > np.abs(values))
         slack = SCALE * np.abs(weight)
         sides = [((far > steps / 2 + slack) & ~cut, far > 1.5 * steps + slack)]

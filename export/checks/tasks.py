@@ -183,28 +183,18 @@ class _Serving:
         if known is None or (bool(found.fault), found.error) > (bool(known.fault), known.error):
             self.worst[key] = found
 
-    def answer(self, engine: Engine, task: str, rows: Sequence[Row], **settings: Any) -> None:
-        """Answers rows in one call, and compares each result with a second implementation's."""
-        self._answer(engine, task, rows, [row.given() for row in rows], settings)
-
-    def embed_ids(self, engine: Engine, rows: Sequence[Row]) -> None:
-        """Embeds the tokens of rows."""
-        self._answer(engine, "embed", rows, [row.as_ids() for row in rows], {})
-
-    def _answer(
-        self,
-        engine: Engine,
-        task: str,
-        rows: Sequence[Row],
-        given: Sequence[Any],
-        settings: Mapping[str, Any],
+    def answer(
+        self, engine: Engine, task: str, rows: Sequence[Row], *, ids: bool = False, **settings: Any
     ) -> None:
+        """Answers rows in one call, and compares each result with a second implementation's.
+
+        With `ids` the engine is given their tokens.
+        """
         method = getattr(engine, task.replace("-", "_"))
-        if task != "answer":  # which reads long rows in windows
-            settings = {"long_rows": "truncate", **settings}
-        results = method(given, **settings)
-        settings = {name: settings[name] for name in settings if name != "long_rows"}
-        for row, result in zip(rows, results, strict=True):
+        given = [row.as_ids() if ids else row.given() for row in rows]
+        # Contexts of answers are read in windows.
+        cut = {} if task == "answer" else {"long_rows": "truncate"}
+        for row, result in zip(rows, method(given, **cut, **settings), strict=True):
             told = "" if result.error is None else f"is an error: {result.error.message}"
             windows = (row.ids, *(row.more if task == "answer" else ()))
             served = product(*(self.served.get(ids, ()) for ids in windows))
@@ -320,7 +310,7 @@ class ServedTasks:
             count = max(len(queries), REPLICAS * slots + slots // 2)
             serving.answer(engine, "embed", list(islice(cycle(queries), count)), prompt=QUERY)
         if self.main != "embed":
-            serving.embed_ids(engine, mains[::SAMPLED])
+            serving.answer(engine, "embed", mains[::SAMPLED], ids=True)
         if whole and self.runs in engine.tasks:
             self._fill(engine, serving, mains)
 

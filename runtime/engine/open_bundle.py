@@ -34,7 +34,7 @@ from transferry.runtime.engine.preprocess import (
     WorkItem,
 )
 from transferry.runtime.engine.processes import Parts, Processes
-from transferry.runtime.engine.prompts import Encodable, Prompt, encode_prompt
+from transferry.runtime.engine.prompts import Encodable, encode_inputs
 from transferry.runtime.engine.result import Results, with_bar
 from transferry.runtime.engine.worker_pool import (
     Answer,
@@ -384,13 +384,8 @@ class OpenBundle:
         # A truncated prompt leaves positions for the prefix and one more token.
         forced = len(options.prefix) + (options.forced_begin is not None)
         reserve = 0 if self.decoder.has_encoder else forced
-        plain = [text for text in texts if not isinstance(text, Prompt)]
-        rows = iter(self.preprocessor.encode(plain, long_rows, reserve))
-        around = (self.bundle.tokenizer, self.max_positions, long_rows, reserve)
-        return [
-            encode_prompt(text, *around) if isinstance(text, Prompt) else next(rows)
-            for text in texts
-        ]
+        tokenizer = self.bundle.tokenizer
+        return encode_inputs(texts, tokenizer, self.preprocessor, long_rows, reserve)
 
     def fitted(self, options: GenerationOptions, tokens: int) -> GenerationOptions:
         """Returns the options for a source of this length: a prompt takes up positions."""

@@ -12,6 +12,7 @@ from transferry.runtime.engine.preprocess import (
     EncodedRow,
     InLanguages,
     LongRows,
+    Preprocessor,
     no_text,
     require_several,
     too_long,
@@ -161,6 +162,22 @@ def _as_prompt(
         return Prompt(text, kind, variables=variables)
     except (TypeError, ValueError, RecursionError) as error:
         return RowError("prompt", f"expected JSON values in row {number}, found others: {error}")
+
+
+def encode_inputs(
+    inputs: Sequence[Encodable],
+    tokenizer: AnyTokenizer,
+    preprocessor: Preprocessor,
+    long_rows: LongRows,
+    reserve: int = 0,
+) -> list[EncodedRow]:
+    """Encodes texts as `Preprocessor.encode` does, and prompts among them, in order."""
+    texts = [each for each in inputs if not isinstance(each, Prompt)]
+    rows = iter(preprocessor.encode(texts, long_rows, reserve))
+    around = tokenizer, preprocessor.positions, long_rows, reserve
+    return [
+        encode_prompt(each, *around) if isinstance(each, Prompt) else next(rows) for each in inputs
+    ]
 
 
 def encode_prompt(

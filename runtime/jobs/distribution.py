@@ -224,35 +224,31 @@ class Distribution:
         expected = self._plan.rows_of(chunk.first)
         if expected is not None and chunk.rows != expected:
             last = chunk.first + expected
-            self._failed.append(
-                InputError(
-                    f"{self._job.layout.path} has changed since it was counted: rows "
-                    f"{chunk.first + 1} to {last} are {chunk.rows}. Run the command again once it "
-                    "stays as it is"
-                )
+            self._fail(
+                f"{self._job.layout.path} has changed since it was counted: rows {chunk.first + 1} "
+                f"to {last} are {chunk.rows}. Run the command again once it stays as it is"
             )
             return None
         self._places.pop(chunk.first, None)
         return chunk if self._plan.finished(worker, chunk.rows) else None
+
+    def _fail(self, message: str) -> None:
+        self._failed.append(InputError(message))
 
     def _note_lost(self, call: Call) -> None:
         """Takes back the chunks of a worker that has died; Ray starts another in its place."""
         worker, rows = call.worker, self._job.chunk_rows(call.first)
         self._starts[worker] += call.method == "open"
         if self._plan.lost(worker) >= MOST_TRIES:
-            self._failed.append(
-                InputError(
-                    f"{MOST_TRIES} workers went down, one after the other, at rows "
-                    f"{call.first + 1} to {call.first + rows}. Look for what is wrong with these, "
-                    "or find it by running the job again with fewer --chunk-rows"
-                )
+            self._fail(
+                f"{MOST_TRIES} workers went down, one after the other, at rows {call.first + 1} to "
+                f"{call.first + rows}. Look for what is wrong with these, or find it by running "
+                "the job again with fewer --chunk-rows"
             )
         elif self._starts[worker] >= MOST_TRIES:
-            self._failed.append(
-                InputError(
-                    f"a worker went down {MOST_TRIES} times before its first chunk; it may need "
-                    "more memory than there is"
-                )
+            self._fail(
+                f"a worker went down {MOST_TRIES} times before its first chunk; it may need more "
+                "memory than there is"
             )
         self._crew.call(worker, "open")
 

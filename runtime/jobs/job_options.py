@@ -130,9 +130,8 @@ class JobOptions(TaskOptions):
 def _require_encoding(name: str) -> None:
     try:
         "\n".encode(name)
-        codecs.getincrementaldecoder(name)("surrogatepass").decode(
-            b"\n"
-        )  # not of idna and punycode
+        # Those of idna and punycode cannot decode like that.
+        codecs.getincrementaldecoder(name)("surrogatepass").decode(b"\n")
     except (LookupError, ValueError) as error:
         raise UsageError(
             Option("encoding"), f" must be one that Python has, such as cp1252, found {shown(name)}"

@@ -67,12 +67,12 @@ class Tally:
     ) -> Tally:
         """Counts the row of a number, perhaps with a result for each of several columns."""
         parts = result.parts if len(columns) > 1 and isinstance(result, PartsResult) else (result,)
-        kinds = [each.error.kind for each in parts if each.error is not None]
-        error = next((each.error for each in parts if each.error is not None), None)
-        where = ""
-        if kinds and len(parts) > 1:
-            failed = next(place for place, each in enumerate(parts) if each.error is not None)
-            where = f", column {columns[failed]}"
+        failed = [(place, each.error) for place, each in enumerate(parts) if each.error is not None]
+        kinds, first_error = [error.kind for _, error in failed], ""
+        if failed:
+            place, error = failed[0]
+            where = f", column {columns[place]}" if len(parts) > 1 else ""
+            first_error = f"row {number + 1}{where}: {error.message}"
         return Tally(
             rows=1,
             bad_rows=int(bool(kinds)),
@@ -83,7 +83,7 @@ class Tally:
             target_tokens=result.target_tokens,
             log_probability=result.total,
             seconds=seconds,
-            first_error=f"row {number + 1}{where}: {error.message}" if error else "",
+            first_error=first_error,
         )
 
     def add(self, other: Tally) -> None:

@@ -130,11 +130,11 @@ MARIAN: Table = {
 _pegasus_shape = partial(_sequence_shape, norm_order="pre", output_bias=True)
 
 
-PEGASUS: Table = {
-    **MARIAN,
+LAST_NORMS: Table = {
     "encoder.layer_norm.*": "encoder_norm.*",
     "decoder.layer_norm.*": "decoder_norm.*",
 }
+PEGASUS: Table = {**MARIAN, **LAST_NORMS}
 
 
 # BART (Lewis et al. 2020); mBART (Liu et al. 2020) has norms before the sublayers.
@@ -152,11 +152,7 @@ BART: Table = {
     "encoder.layernorm_embedding.*": "source_embedding_norm.*",
     "decoder.layernorm_embedding.*": "embedding_norm.*",
 }
-MBART: Table = {
-    **BART,
-    "encoder.layer_norm.*": "encoder_norm.*",
-    "decoder.layer_norm.*": "decoder_norm.*",
-}
+MBART: Table = {**BART, **LAST_NORMS}
 
 
 # M2M-100 (Fan et al. 2021) and NLLB (NLLB Team 2022): pre-norm, with a table of positions.
@@ -177,8 +173,7 @@ def m2m_positions(config: ModelConfig) -> dict[str, Tensor]:
 M2M: Table = {
     **LAYERS,
     **EMBEDDINGS,
-    "encoder.layer_norm.*": "encoder_norm.*",
-    "decoder.layer_norm.*": "decoder_norm.*",
+    **LAST_NORMS,
     # Positions, saved by older versions of transformers.
     "encoder.embed_positions.weights": BUFFER,
     "decoder.embed_positions.weights": BUFFER,

@@ -243,12 +243,12 @@ def _turned(ours: str) -> Move:
     return Move((ours,), lambda tensor, config: (tensor.t(),), turned=True)
 
 
-def _with_start(ours: str, value: float = 0.0, *, turned: bool = False) -> Move:
+def _with_start(ours: str, *, turned: bool = False) -> Move:
     """One more row, with which a target begins, after those of the vocabulary."""
 
     def change(tensor: Tensor, config: ModelConfig) -> tuple[Tensor, ...]:
         rows = tensor.t() if turned else tensor
-        return (torch.cat([rows, rows.new_full((1, *rows.shape[1:]), value)]),)
+        return (torch.cat([rows, rows.new_zeros((1, *rows.shape[1:]))]),)
 
     return Move((ours,), change)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from transferry.runtime.bundle.head import HeadSettings
 from transferry.runtime.engine.preprocess import EncodedRow, LongRows, checked_texts
-from transferry.runtime.engine.prompts import Asked, Encodable, Parts, Prompt, encode_prompt
+from transferry.runtime.engine.prompts import Asked, Encodable, Parts, Prompt, encode_inputs
 from transferry.runtime.engine.result import Results, RowError, RowResult
 from transferry.runtime.engine.tasks.heads import (
     EncoderCall,
@@ -237,13 +237,10 @@ def embed(
         UsageError: The bundle is not encoder-only, it has no such prompt, `long_rows` is "split",
             or `top` is given for dense vectors, or another setting without effect.
     """
-    given: dict[str, Any] = {
-        "pooling": pooling,
-        "normalise": normalise,
-        "prompt": prompt,
-        "top": top,
-    }
-    call = _call(engine, EmbedOptions(**given, long_rows=long_rows))
+    options = EmbedOptions(
+        pooling=pooling, normalise=normalise, prompt=prompt, top=top, long_rows=long_rows
+    )
+    call = _call(engine, options)
     return engine.map(checked_texts(texts, Asked), call.prepare, call.compute, engine.encoders)
 
 
@@ -305,13 +302,7 @@ class _Call(EncoderCall):
             self.prompt + text if isinstance(text, str) and text.strip() else text
             for text in (each.source for each in asked)
         ]
-        plain = [text for text in prompted if not isinstance(text, Prompt)]
-        texts = iter(self.preprocessor.encode(plain, self.long_rows))
-        around = self.tokenizer, self.preprocessor.positions, self.long_rows, 0
-        encoded = [
-            encode_prompt(text, *around) if isinstance(text, Prompt) else next(texts)
-            for text in prompted
-        ]
+        encoded = encode_inputs(prompted, self.tokenizer, self.preprocessor, self.long_rows)
         return list(map(self._item, asked, encoded))
 
     def _item(self, asked: Asked, row: EncodedRow) -> _EmbeddedRow:

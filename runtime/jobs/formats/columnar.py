@@ -258,24 +258,15 @@ def _emptied(row: Any) -> Any:
 
 def _fields(batch: Any) -> Iterator[tuple[Fields | RowError, bytes]]:
     """Yields the fields of each row, or its error, and bytes that distinguish it from others."""
-    if batch.nbytes > MOST_LINE:
+    if batch.nbytes > MOST_LINE and batch.num_rows != 1:
         for place in range(batch.num_rows):
-            yield from _long(batch.slice(place, 1))
+            yield from _fields(batch.slice(place, 1))
         return
-    yield from _short(batch)
-
-
-def _long(row: Any) -> Iterator[tuple[Fields | RowError, bytes]]:
-    """Yields a row, or an error if it is too long to be held with others."""
-    if row.nbytes <= MOST_LINE:
-        yield from _short(row)
+    if batch.nbytes > MOST_LINE:
+        # Its content decides no byte of the output, so it is not copied for a hash.
+        line = LongLine(b"%d" % batch.nbytes)
+        yield RowError("malformed", line.fault()), line
         return
-    # Its content decides no byte of the output, so it is not copied for a hash.
-    line = LongLine(b"%d" % row.nbytes)
-    yield RowError("malformed", line.fault()), line
-
-
-def _short(batch: Any) -> Iterator[tuple[Fields | RowError, bytes]]:
     for values in zip(*map(_values, batch.columns), strict=True):
         fields = dict(zip(batch.schema.names, values, strict=True))
         raw = exact_json(values).encode()
