@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -333,37 +334,31 @@ class Windows(Sequence[Example]):
     Windows are adjacent; each epoch starts at another offset.
     """
 
-    def __init__(
-        self,
-        tokens: Sequence[int] | NDArray[np.int64],
-        context: int,
-        pass_key: tuple[int, int] | None = None,
-    ) -> None:
-        """Cuts the text.
+    def __init__(self, tokens: Sequence[int] | NDArray[np.int64], context: int) -> None:
+        """Cuts the text from its first token on.
 
         Args:
             tokens: Ids of the whole text `[tokens]`.
             context: Number of tokens that the model reads at once.
-            pass_key: Seed and number of a pass over the text, which determine the offset. Default:
-                start at the first token.
 
         Raises:
             InputError: The text has fewer than two tokens.
         """
         self.text = self.tokens = np.asarray(tokens, np.int64)
         self.context = context
-        self.key = pass_key or (0, 0)
+        self.key = (0, 0)
         if len(self.tokens) < 2:
             raise InputError(
                 f"expected a text of at least 2 tokens, found {len(self.tokens)}; give more text"
             )
-        if pass_key is not None:
-            offset = np.random.default_rng(pass_key).integers(min(context, len(self.text)))
-            self.tokens = np.roll(self.text, -int(offset))
 
     def epoch(self, seed: int, number: int) -> Windows:
         """Returns the windows of one pass over the text, at an offset of its own."""
-        return Windows(self.text, self.context, (seed, number))
+        windows = copy(self)
+        windows.key = (seed, number)
+        offset = np.random.default_rng(windows.key).integers(min(self.context, len(self.text)))
+        windows.tokens = np.roll(self.text, -int(offset))
+        return windows
 
     def __len__(self) -> int:
         return -(-(len(self.tokens) - 1) // self.context)
@@ -392,7 +387,6 @@ class MaskedWindows(Windows):
         context: int,
         special: SpecialTokens,
         ordinary: range,
-        pass_key: tuple[int, int] | None = None,
     ) -> None:
         """Cuts the text.
 
@@ -401,12 +395,11 @@ class MaskedWindows(Windows):
             context: Number of tokens that the model reads at once, special tokens included.
             special: Special tokens with a mask.
             ordinary: Ids that may replace a token.
-            pass_key: See Windows.
 
         Raises:
             InputError: The text has fewer than two tokens, or there is no mask.
         """
-        super().__init__(tokens, context - len(special.wrap([])), pass_key)
+        super().__init__(tokens, context - len(special.wrap([])))
         if special.mask_id is None:
             raise InputError(
                 "expected a tokenizer with a mask, found none; train one for this architecture"
@@ -414,11 +407,6 @@ class MaskedWindows(Windows):
         self.special = special
         self.mask_id = special.mask_id
         self.ordinary = ordinary
-
-    def epoch(self, seed: int, number: int) -> MaskedWindows:
-        """See Windows."""
-        context = self.context + len(self.special.wrap([]))
-        return MaskedWindows(self.text, context, self.special, self.ordinary, (seed, number))
 
     def __len__(self) -> int:
         return -(-len(self.tokens) // self.context)
