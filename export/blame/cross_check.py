@@ -6,7 +6,6 @@ calls and nothing reused, so that no IOBinding or memory is shared with the serv
 """
 
 import base64
-import contextlib
 import json
 import shutil
 import subprocess
@@ -14,7 +13,7 @@ import tempfile
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -150,7 +149,7 @@ class NodeBackend(Backend):
         files = {name: bundle.graph(graph).resolve() for name, graph in variant.steps.items()}
         weights = next(iter(files.values())).with_name(WEIGHTS)
         graphs = {name: str(path) for name, path in files.items()}
-        with contextlib.ExitStack() as opened:
+        with ExitStack() as opened:
             self._stderr = opened.enter_context(tempfile.TemporaryFile())
             self._process = opened.enter_context(
                 subprocess.Popen(
@@ -194,7 +193,7 @@ class NodeBackend(Backend):
     def _end(self) -> None:
         self._process.kill()
         # Closing flushes what Node did not read, into a broken pipe.
-        with contextlib.suppress(BrokenPipeError):
+        with suppress(BrokenPipeError):
             if self._process.stdin is not None:
                 self._process.stdin.close()
 
@@ -213,7 +212,7 @@ class NodeBackend(Backend):
         line = b""
         try:
             # If Node has ended already, the pipe is broken and there is no line to read.
-            with contextlib.suppress(BrokenPipeError):
+            with suppress(BrokenPipeError):
                 self._process.stdin.write(json.dumps(request).encode() + b"\n")
                 self._process.stdin.flush()
                 line = self._process.stdout.readline()
