@@ -24,7 +24,7 @@ from transferry.export.checks.numbers import (
 )
 from transferry.export.checks.searches import Search, Text
 from transferry.export.checks.task_metrics import task_metrics, token_agreement
-from transferry.export.checks.texts import given_answers, passage, passages, readings
+from transferry.export.checks.texts import given_answers, passage, readings
 from transferry.export.checks.unrounded import told, tolerance_of_floats, without_rounding
 from transferry.export.faults.foreign_faults import foreign_faults
 from transferry.export.faults.gate import Gate
@@ -241,12 +241,14 @@ class Audit:
 
     def _tensors(self, subject: ForeignFolder) -> Iterator[Check]:
         """Yields the checks of tensors alone."""
-        texts = self.text.sources
         yield from numbers(subject, self.oracle, self.cases)
         yield from self.batches(subject)
         if not subject.decodes:
-            yield from passages(subject, self.oracle, texts)
+            yield from numbers(subject, self.oracle, self._passages())
         yield from self._independence(subject)
+
+    def _passages(self) -> list[Case]:
+        return [passage(row, text) for row, text in enumerate(self.text.sources)]
 
     def _independence(self, subject: ForeignFolder) -> list[Check]:
         rows = [*self.text.sources[:MOST_ALONE], *self._random_rows()]
@@ -256,7 +258,7 @@ class Audit:
         """Yields the mean vector of each text, of torch and of the graphs."""
         if PRECISIONS[subject.layout.precision()].foreign is None:
             return
-        for case in [passage(row, text) for row, text in enumerate(self.text.sources)]:
+        for case in self._passages():
             sides = self.oracle.observe(self.oracle.exact, case), observe(subject.model, case)
             meant, found = (side["hidden"][0].mean(axis=0).astype(np.float64) for side in sides)
             yield Findings(vectors=[(meant, found)])
@@ -274,7 +276,7 @@ class Audit:
             head = self.checkpoint.head if "head" in subject.tensors else None
             yield readings(subject, self.oracle, texts, head)
         else:
-            yield from passages(subject, self.oracle, texts)
+            yield from numbers(subject, self.oracle, self._passages())
         if "hidden" in subject.tensors and not subject.decodes:
             yield Check("vectors", partial(self._vectors, subject))
         yield from self._independence(subject)

@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transferry.export.checks.check import Check, Findings
-from transferry.export.checks.numbers import numbers
 from transferry.export.checks.searches import Text
 from transferry.export.oracle.oracle import SHAKES, Oracle
 from transferry.export.oracle.teacher_forcing import TeacherForcing, chosen_from
@@ -106,11 +105,6 @@ def calibrated(
         yield Findings(claims=[Claim(CALIBRATED, problem)])
 
     return Check(CALIBRATED, run)
-
-
-def passages(subject: Subject[Any], oracle: Oracle, texts: Sequence[Sequence[int]]) -> list[Check]:
-    """Returns a check of every tensor for each text, without a choice."""
-    return numbers(subject, oracle, [passage(row, text) for row, text in enumerate(texts)])
 
 
 def passage(row: int, text: Sequence[int]) -> Case:
