@@ -141,7 +141,7 @@ def read_pair_file(path: Path, *, skip_bad: bool = False) -> tuple[list[Sentence
     def pair(number: int, line: bytes) -> SentencePair:
         try:
             sides = parse(_decode(line, path, number))
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise BadPair("malformed", f"{path}, line {number}: {error}.") from error
         return SentencePair(*(_check(side, path, number) for side in sides))
 
