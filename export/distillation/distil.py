@@ -13,7 +13,7 @@ import dataclasses
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import repeat
@@ -338,7 +338,8 @@ def distilled(
     made: list[DistilledPair] = []
     dropped: Counter[str] = Counter()
     number = 0
-    rows = zip(_records(answers), references or repeat(None), strict=references is not None)
+    records = map(json.loads, read_lines(answers))
+    rows = zip(records, references or repeat(None), strict=references is not None)
     for number, (answer, reference) in enumerate(rows, start=1):
         show(number)
         if "error" in answer:
@@ -391,10 +392,6 @@ def write_pairs(
         held = frozenset(pair.source for pair in chosen)
         _write(valid, (base[pair] for pair in chosen))
     _write(pairs, (pair for pair in (*originals, *taught) if pair.source not in held))
-
-
-def _records(answers: Path) -> Iterator[dict[str, Any]]:
-    return map(json.loads, read_lines(answers))
 
 
 def _write(path: Path, pairs: Iterable[DistilledPair]) -> None:
