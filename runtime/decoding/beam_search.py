@@ -129,8 +129,8 @@ class BeamStrategy(Strategy):
         if self.stops:
             for place in zip(*(exists & ~ends).nonzero(), strict=True):
                 row = int(rows[parents[place]])
-                ends[place] = self.stopped(row, row // beam, int(tokens[place]))
-        at_limit = self.lengths[sentences] + 1 == self.limits[sentences]
+                ends[place] = self.stopped(row, int(tokens[place]))
+        at_limit = self.limits[sentences] == self.length + 1
         going_on: Any = slice(None), slice(beam)
         some_end = np.count_nonzero(ends)  # several times as fast as any()
         if some_end or np.count_nonzero(at_limit):
@@ -161,11 +161,10 @@ class BeamStrategy(Strategy):
         self, sentence: int, row: int, token: int, total: float, excess: float, ended: bool
     ) -> None:
         """Adds a hypothesis: the output in `row` and one more token."""
-        length = int(self.lengths[sentence])
-        score = length_normalised(total, length + 1, self.options.length_penalty)
+        score = length_normalised(total, self.length + 1, self.options.length_penalty)
         if score <= self.worst_score[sentence]:
             return  # enough better ones are kept
-        tokens = tuple(self.tokens[row, :length].tolist())
+        tokens = tuple(self.tokens[row, : self.length].tolist())
         if token in self.ends:
             hypothesis = Hypothesis(tokens, total + excess, score, "end", end=token)
         else:
@@ -191,7 +190,7 @@ class BeamStrategy(Strategy):
         # the score of longer ones.
         penalty = float(self.options.length_penalty)  # numpy raises no integer to the power of -1
         never = self.options.early_stopping == "never" and penalty > 0
-        length = (self.limits if never else self.lengths + 1)[sentences]
+        length = self.limits[sentences] if never else self.length + 1
         settled = log_probability / length**penalty <= worst
         return settled
 

@@ -24,24 +24,25 @@ class History:
 
     Attributes:
         sentences: The sentence of each row `[rows]`.
-        lengths: Tokens of each row so far `[rows]`.
-        tokens: Those tokens, `bos` left out; undefined beyond a row's length `[rows, longest]`.
+        tokens: Their tokens, `bos` left out `[rows, length]`.
         prompts: Tokens that the decoder read before each sentence's outputs, -1 before the first
             `[sentences, longest prompt]`; see `prompts_of`.
     """
 
     sentences: Integers
-    lengths: Integers
     tokens: Integers
     prompts: Integers
+
+    @property
+    def length(self) -> int:
+        """Tokens of each row."""
+        return int(self.tokens.shape[1])
 
     @cached_property
     def whole(self) -> "History":
         """The same with each row's prompt counted as its tokens."""
         tokens = np.concatenate([self.prompts[self.sentences], self.tokens], axis=1)
-        return History(
-            self.sentences, self.lengths + self.prompts.shape[1], tokens, self.prompts[:, :0]
-        )
+        return History(self.sentences, tokens, self.prompts[:, :0])
 
 
 class LogitsProcessor(ABC):
@@ -53,8 +54,8 @@ class LogitsProcessor(ABC):
 
     changes: ClassVar[bool] = False
 
-    def active(self, lengths: Integers) -> bool:
-        """Whether it may have an effect after outputs of these lengths `[rows]`."""
+    def active(self, length: int) -> bool:
+        """Whether it may have an effect after outputs of so many tokens."""
         return True
 
     @abstractmethod
@@ -75,13 +76,13 @@ class MinLength(LogitsProcessor):
         self.lengths = np.array(lengths, np.int64)
         self.ends = np.array(ends, np.int64)
 
-    def active(self, lengths: Integers) -> bool:
+    def active(self, length: int) -> bool:
         """True until all outputs have reached the greatest length."""
-        return bool((lengths < self.lengths.max()).any())
+        return length < int(self.lengths.max())
 
     def __call__(self, logits: Floats, history: History, own: Floats) -> None:
         """Forbids the end tokens in rows that are too short."""
-        short = history.lengths < self.lengths[history.sentences]
+        short = self.lengths[history.sentences] > history.length
         logits[np.ix_(short, self.ends)] = -np.inf
 
 
@@ -95,22 +96,18 @@ class NoRepeatNGram(LogitsProcessor):
         self.size = size
         self.prompt = prompt
 
-    def active(self, lengths: Integers) -> bool:
+    def active(self, length: int) -> bool:
         """True once an output holds an n-gram that could be repeated."""
-        return self.prompt or bool((lengths >= self.size).any())
+        return self.prompt or length >= self.size
 
     def __call__(self, logits: Floats, history: History, own: Floats) -> None:
         """Forbids every token that once followed the last `size - 1` tokens."""
         seen = history.whole if self.prompt else history
-        if seen.tokens.shape[1] < self.size:
+        if seen.length < self.size:
             return
-        lengths = seen.lengths[:, None]
         ngrams = np.lib.stride_tricks.sliding_window_view(seen.tokens, self.size, axis=1)
-        # Arbitrary in a row that is too short, which holds no n-gram either.
-        last = lengths + np.arange(1 - self.size, 0)
-        beginning = np.take_along_axis(seen.tokens, last, axis=1)
+        beginning = seen.tokens[:, seen.length - self.size + 1 :]
         repeated = (ngrams[..., :-1] == beginning[:, None]).all(axis=-1)
-        repeated &= np.arange(ngrams.shape[1]) <= lengths - self.size
         repeated &= ngrams[..., -1] >= 0
         rows, positions = np.nonzero(repeated)
         logits[rows, ngrams[rows, positions, -1]] = -np.inf
@@ -130,11 +127,9 @@ class RepetitionPenalty(LogitsProcessor):
     def __call__(self, logits: Floats, history: History, own: Floats) -> None:
         """Divides positive logits of known tokens, multiplies negative ones."""
         seen = history.whole
-        known = np.arange(seen.tokens.shape[1]) < seen.lengths[:, None]
-        known &= seen.tokens >= 0
         # A prompt's last token stands for places without a token: it is penalised once anyway.
         last = seen.tokens[:, history.prompts.shape[1] - 1, None]
-        tokens = np.where(known, seen.tokens, last)
+        tokens = np.where(seen.tokens >= 0, seen.tokens, last)
         found = np.take_along_axis(logits, tokens, axis=1)
         penalised = np.where(found < 0, found * self.penalty, found / self.penalty)
         np.put_along_axis(logits, tokens, penalised, axis=1)
@@ -162,10 +157,9 @@ class SuppressSequences(LogitsProcessor):
         seen = history.whole
         for sequence in self.sequences:
             begun = len(sequence) - 1
-            rows = np.flatnonzero(seen.lengths >= begun)
-            last = seen.lengths[rows, None] + np.arange(-begun, 0)
-            found = np.take_along_axis(seen.tokens[rows], last, axis=1)
-            logits[rows[(found == sequence[:-1]).all(axis=1)], sequence[-1]] = -np.inf
+            if seen.length >= begun:
+                last = seen.tokens[:, seen.length - begun :]
+                logits[(last == sequence[:-1]).all(axis=1), sequence[-1]] = -np.inf
 
 
 class SuppressBegin(LogitsProcessor):
@@ -175,13 +169,13 @@ class SuppressBegin(LogitsProcessor):
         self.tokens = np.array(tokens, np.int64)
         self.lengths = np.array([len(beginning) for beginning in beginnings])
 
-    def active(self, lengths: Integers) -> bool:
+    def active(self, length: int) -> bool:
         """True until all outputs are longer than the longest beginning."""
-        return bool((lengths <= self.lengths.max()).any())
+        return length <= int(self.lengths.max())
 
     def __call__(self, logits: Floats, history: History, own: Floats) -> None:
         """Forbids the tokens in rows that have just their beginning."""
-        begins = history.lengths == self.lengths[history.sentences]
+        begins = self.lengths[history.sentences] == history.length
         logits[np.ix_(begins, self.tokens)] = -np.inf
 
 
@@ -194,13 +188,13 @@ class ForcedEnd(LogitsProcessor):
         self.tokens = np.array(tokens, np.int64)
         self.limits = np.array(limits, np.int64)
 
-    def active(self, lengths: Integers) -> bool:
+    def active(self, length: int) -> bool:
         """True once an output may lack one token only."""
-        return bool((lengths + 1 >= self.limits.min()).any())
+        return length + 1 >= int(self.limits.min())
 
     def __call__(self, logits: Floats, history: History, own: Floats) -> None:
         """Forbids all other tokens in rows that lack one token."""
-        rows = np.flatnonzero(history.lengths + 1 == self.limits[history.sentences])
+        rows = np.flatnonzero(self.limits[history.sentences] == history.length + 1)
         logits[rows] = -np.inf
         logits[np.ix_(rows, self.tokens)] = 0.0
 
@@ -214,15 +208,14 @@ class ForcedPrefix(LogitsProcessor):
         for row, prefix in zip(self.tokens, prefixes, strict=True):
             row[: len(prefix)] = prefix
 
-    def active(self, lengths: Integers) -> bool:
-        """True until all outputs are longer than the longest prefix."""
-        return bool((lengths < self.tokens.shape[1]).any())
+    def active(self, length: int) -> bool:
+        """True until all outputs have the longest prefix."""
+        return length < self.tokens.shape[1]
 
     def __call__(self, logits: Floats, history: History, own: Floats) -> None:
         """Forbids all tokens but the next of an unfinished prefix, whose logit it keeps."""
-        rows = np.flatnonzero(history.lengths < self.tokens.shape[1])
-        forced = self.tokens[history.sentences[rows], history.lengths[rows]]
-        rows, forced = rows[forced >= 0], forced[forced >= 0]
+        forced = self.tokens[history.sentences, history.length]
+        rows, forced = np.flatnonzero(forced >= 0), forced[forced >= 0]
         logits[rows] = -np.inf
         logits[rows, forced] = own[rows, forced]
 
@@ -235,14 +228,14 @@ class ForcedBegin(LogitsProcessor):
     def __init__(self, tokens: Sequence[int | None]) -> None:
         self.tokens = np.array([-1 if token is None else token for token in tokens], np.int64)
 
-    def active(self, lengths: Integers) -> bool:
-        """True while an output is empty."""
-        return bool((lengths == 0).any())
+    def active(self, length: int) -> bool:
+        """True while the outputs are empty."""
+        return length == 0
 
     def __call__(self, logits: Floats, history: History, own: Floats) -> None:
-        """Forbids all other tokens in empty rows."""
+        """Forbids all other tokens."""
         tokens = self.tokens[history.sentences]
-        rows = np.flatnonzero((history.lengths == 0) & (tokens >= 0))
+        rows = np.flatnonzero(tokens >= 0)
         logits[rows] = -np.inf
         logits[rows, tokens[rows]] = 0.0
 

@@ -57,7 +57,7 @@ class SamplingStrategy(Strategy):
         if self.sampler is None:
             tokens = allowed.argmax(axis=1)  # the lowest of equally likely tokens
         else:
-            tokens = self.sampler(allowed, rows, self.lengths[rows // self.width])
+            tokens = self.sampler(allowed, rows, self.length)
         chosen = np.arange(len(rows)), tokens
         if self.options.scores:
             normaliser = output.log_sum_exp
@@ -91,7 +91,6 @@ class SamplingStrategy(Strategy):
             usable: False where the model's scores were not usable `[rows]`.
             gains: The tokens' log-probabilities `[rows]`; ignored without `options.scores`.
         """
-        sentences = rows // self.width
         # All rows are a slice: several times as fast as their numbers.
         at = slice(None) if len(rows) == len(self.ended) else rows
         growing = ~self.ended[at]
@@ -102,9 +101,9 @@ class SamplingStrategy(Strategy):
         if self.stops:
             for place in np.flatnonzero(growing & usable & ~ends).tolist():
                 row = int(rows[place])
-                self.at_stop[row] = self.stopped(row, row // self.width, int(tokens[place]))
+                self.at_stop[row] = self.stopped(row, int(tokens[place]))
             ends |= self.at_stop[rows]
-        ends |= self.lengths[sentences] + 1 == self.limits[sentences]
+        ends |= self.limits[rows // self.width] == self.length + 1
         if not usable.all():
             self.failed[rows] |= growing & ~usable
             ends |= ~usable
@@ -142,17 +141,17 @@ class Sampler:
         self.options = options
         self.uniforms = uniforms
 
-    def __call__(self, logits: Floats, outputs: Integers, lengths: Integers | int) -> Integers:
+    def __call__(self, logits: Floats, outputs: Integers, length: int) -> Integers:
         """Draws one token a row `[rows]`; 0 for a row without a distribution.
 
         Args:
             logits: Of the next token, minus infinity where forbidden `[rows, vocabulary]`.
             outputs: The row of `uniforms` for each row `[rows]`.
-            lengths: Tokens of each row so far `[rows]`, or of all rows.
+            length: Tokens of each row so far.
         """
         cumulative = self.weights(logits).cumsum(axis=1)
         # Below the total even after rounding: the largest random number is 1 - 2**-53.
-        target = self.uniforms[outputs, lengths] * cumulative[:, -1]
+        target = self.uniforms[outputs, length] * cumulative[:, -1]
         tokens: Integers = (cumulative > target[:, None]).argmax(axis=1)
         return tokens
 

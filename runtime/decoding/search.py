@@ -186,11 +186,7 @@ class _Batch(Generic[State, Key]):
     def step(self) -> None:
         """Lengthens every output by one token."""
         strategy = self.strategy
-        active, top = [], None
-        if self.processors:
-            sentences = self.rows // strategy.width
-            lengths = strategy.lengths[sentences]
-            active = [processor for processor in self.processors if processor.active(lengths)]
+        active, top = [each for each in self.processors if each.active(strategy.length)], None
         if strategy.top is not None and not active:
             top = min(strategy.top, self.decoder.vocabulary_size)
         output, self.state = self.decoder.step(
@@ -201,8 +197,8 @@ class _Batch(Generic[State, Key]):
         else:
             allowed = own = None
             if active:
-                outputs = strategy.tokens[self.rows, : lengths.max()]
-                history = History(sentences, lengths, outputs, self.prompts)
+                outputs = strategy.tokens[self.rows, : strategy.length]
+                history = History(self.rows // strategy.width, outputs, self.prompts)
                 logits = output.all_logits[:, -1]
                 if strategy.ranks and any(processor.changes for processor in active):
                     normaliser = output.log_sum_exp
@@ -252,7 +248,7 @@ class _Batch(Generic[State, Key]):
             return True  # beams change places, which copies the cache anyway
         # The cache may have no position left for steps beyond an output's maximal length.
         sentences = self.choice.rows[ended] // self.strategy.width
-        at_limit = self.strategy.lengths[sentences] == self.strategy.limits[sentences]
+        at_limit = self.strategy.limits[sentences] == self.strategy.length
         return bool(at_limit.any())
 
 

@@ -61,16 +61,17 @@ class Strategy(ABC):
     """Chooses tokens, and holds the outputs of a batch of sentences while they grow.
 
     Each sentence has `width` outputs: sentence s those in the rows from `s * width` on. Outputs
-    grow by a token a step, ended ones too while they are stepped.
+    grow by a token a step, ended ones too while they are stepped, so those that are have one
+    length.
 
     Attributes:
         width: Outputs of a sentence.
         rows_at_first: Rows of a sentence in the first step after `Decoder.start`.
         ranks: Whether it compares outputs, so that processors change log-probabilities.
         top: Number of likeliest tokens of a row that suffice for a choice; None for all logits.
-        lengths: Tokens of the outputs of each sentence `[sentences]`.
+        length: Tokens of the outputs that are stepped.
         limits: Maximal lengths of the outputs of each sentence `[sentences]`.
-        tokens: The outputs, undefined beyond their lengths `[sentences * width, max_length]`.
+        tokens: The outputs, undefined beyond their length `[sentences * width, max_length]`.
         ended: Whether an output is complete or has failed `[sentences * width]`.
     """
 
@@ -91,7 +92,7 @@ class Strategy(ABC):
         self.ends = np.array(ends, np.int64)
         self.stops = stops
         rows = len(requests) * width
-        self.lengths = np.zeros(len(requests), np.int64)
+        self.length = 0
         self.limits = np.array([request.max_length for request in requests])
         self.tokens = np.zeros((rows, options.max_length), np.int64)
         self.ended = np.zeros(rows, np.bool_)
@@ -105,12 +106,9 @@ class Strategy(ABC):
             found = (tokens[..., None] == self.ends).any(axis=-1)
         return found
 
-    def stopped(self, row: int, sentence: int, token: int) -> bool:
+    def stopped(self, row: int, token: int) -> bool:
         """Whether the output in a row holds a stop string once it has this token."""
-        if not self.stops:
-            return False
-        length = int(self.lengths[sentence])
-        return self.stops.end([*self.tokens[row, :length].tolist(), token])
+        return self.stops.end([*self.tokens[row, : self.length].tolist(), token])
 
     def rows_of(self, sentences: Integers) -> Integers:
         """Rows of some sentences, grouped by sentence `[sentences * width]`."""
@@ -137,14 +135,11 @@ class Strategy(ABC):
 
     def extend(self, rows: Integers, choice: Choice) -> None:
         """Appends the chosen tokens to the outputs, after a step over `rows` `[rows]`."""
-        sentences = choice.rows // self.width
-        lengths = self.lengths[sentences]
         if choice.parents is not None:
             parents = rows[choice.parents]
-            longest = int(lengths.max())
-            self.tokens[choice.rows, :longest] = self.tokens[parents, :longest]
-        self.tokens[choice.rows, lengths] = choice.tokens
-        self.lengths[sentences] = lengths + 1
+            self.tokens[choice.rows, : self.length] = self.tokens[parents, : self.length]
+        self.tokens[choice.rows, self.length] = choice.tokens
+        self.length += 1
 
     @abstractmethod
     def hypotheses(self, sentence: int) -> list[Hypothesis]:

@@ -34,7 +34,15 @@ class Rules:
 
     def logits(self, logits: Floats, before: Sequence[int]) -> Floats:
         """Returns the logits of one token after the processors `[1, vocabulary]`."""
-        return self._processed(logits, [before])
+        room = self.options.room(0 if self.has_encoder else len(self.source))
+        request = Request(0, self.source, room, self.options.prefix)
+        processors = build_logits_processors(
+            self.options, [request], self.special.ends, has_encoder=self.has_encoder
+        )
+        prompt = [self.special.bos_id] if self.has_encoder else self.source
+        tokens = np.array(before, np.int64)[None]
+        history = History(np.zeros(1, np.int64), tokens, prompts_of([prompt]))
+        return restrict(logits, [each for each in processors if each.active(len(before))], history)
 
     def ranks(self, logits: Floats, answer: Sequence[int]) -> NDArray[np.float64]:
         """Returns the values that a search compares for each token `[tokens]`, in nats.
@@ -47,26 +55,8 @@ class Rules:
         if not self.options.reranks:
             return own[chosen].astype(np.float64)
         given = own if self.options.beam > 1 else logits
-        histories = [answer[:count] for count in range(len(answer))]
-        return self._processed(given, histories)[chosen].astype(np.float64)
-
-    def _processed(self, logits: Floats, histories: Sequence[Sequence[int]]) -> Floats:
-        lengths = np.array([len(history) for history in histories])
-        tokens = np.zeros((len(histories), int(lengths.max())), np.int64)
-        for row, history in zip(tokens, histories, strict=True):
-            row[: len(history)] = history
-        room = self.options.room(0 if self.has_encoder else len(self.source))
-        request = Request(0, self.source, room, self.options.prefix)
-        processors = build_logits_processors(
-            self.options, [request], self.special.ends, has_encoder=self.has_encoder
-        )
-        prompt = [self.special.bos_id] if self.has_encoder else self.source
-        sentences = np.zeros(len(histories), np.int64)
-        return restrict(
-            logits,
-            [each for each in processors if each.active(lengths)],
-            History(sentences, lengths, tokens, prompts_of([prompt])),
-        )
+        ruled = [self.logits(row[None], answer[:place]) for place, row in enumerate(given)]
+        return np.concatenate(ruled)[chosen].astype(np.float64)
 
 
 def distance_of_draws(
