@@ -3,6 +3,7 @@
 import difflib
 import functools
 import json
+import os
 import re
 import textwrap
 import tomllib
@@ -14,7 +15,7 @@ import msgspec
 
 from transferry.runtime.errors import InputError, Option, UsageError
 from transferry.runtime.io.atomic import atomic_file
-from transferry.runtime.io.whole import read_bytes
+from transferry.runtime.io.whole import read_bytes, reason
 
 MADE = "made"
 # The largest count that numpy, torch and onnxruntime all support.
@@ -61,7 +62,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(read_bytes(path).decode())
     except (ValueError, RecursionError) as error:  # also a number of thousands of digits
-        raise InputError(f"{path} is not TOML: {error}") from error
+        raise InputError(f"{path} is not TOML: {reason(error)}") from error
 
 
 def write_settings(path: Path, settings: Mapping[str, Any], made: Mapping[str, Any]) -> None:
@@ -91,11 +92,21 @@ def check_value(name: str, value: object, kind: Any) -> Any:
     """Returns a value as `kind`; raises UsageError for another type, or outside its range."""
     # A numpy float64 is a float, but unknown to msgspec.
     plain = float(value) if isinstance(value, float) else value
+    if isinstance(value, Path):
+        path_of(name, value)
     try:
         return msgspec.convert({"value": plain}, _holder(kind)).value
-    except msgspec.ValidationError as error:
+    except (ValueError, AttributeError) as error:  # also of surrogates and of numpy integers
         expected = _expected(plain, kind)
         raise UsageError(Option(name), f" must be {expected}, found {shown(value)}") from error
+
+
+def path_of(name: str, value: object) -> Path:
+    """Returns a path; raises UsageError for another type, or a NUL."""
+    text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    if not isinstance(text, str) or "\0" in text:
+        raise UsageError(Option(name), f" must be a path, found {shown(value)}")
+    return Path(text)
 
 
 def require_type(name: str, value: object, kind: Any) -> None:

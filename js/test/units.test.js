@@ -1,8 +1,8 @@
 import assert from "node:assert/strict";
-import { mkdtemp, writeFile } from "node:fs/promises";
+import { mkdtemp, rm, writeFile } from "node:fs/promises";
 import { tmpdir } from "node:os";
 import { join } from "node:path";
-import test from "node:test";
+import test, { after } from "node:test";
 
 import { Bundle, DEFAULTS, Engine, generationOptions, InputError, uniforms, UsageError } from "../node.js";
 import { answered, encodeRow, prefixed, RowError, single, Vector } from "../rows.js";
@@ -140,6 +140,7 @@ const MANIFEST = {
 
 async function folderWith(files) {
   const folder = await mkdtemp(join(tmpdir(), "bundle"));
+  after(() => rm(folder, { recursive: true }));
   for (const [name, content] of Object.entries(files)) await writeFile(join(folder, name), content);
   return folder;
 }

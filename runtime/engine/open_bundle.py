@@ -60,7 +60,7 @@ from transferry.runtime.proof.certificates.standing import (
 from transferry.runtime.proof.certificates.strength import FORMER, STRENGTHS, Strength
 from transferry.runtime.proof.recorded import verify_recorded
 from transferry.runtime.proof.report import ParityReport
-from transferry.runtime.settings import require_type
+from transferry.runtime.settings import path_of, require_type
 from transferry.runtime.tokenizer.special_tokens import SpecialTokens
 
 AnyModel = TypeVar("AnyModel", bound=ServedModel)
@@ -151,9 +151,10 @@ class OpenBundle:
         if strength is not None and strength not in STRENGTHS:
             expected = ", ".join(STRENGTHS)
             raise UsageError(Option("require_certificate"), f" must be one of {expected}")
-        paths = [trusted_key] if isinstance(trusted_key, str | Path) else trusted_key or []
-        trusted = Trust.load([Path(path) for path in paths], require_signatures)
-        bundle = Bundle.load(folder)
+        paths = trusted_key if isinstance(trusted_key, list | tuple) else [trusted_key or ()]
+        keys = [path_of("trusted_key", path) for path in paths if path != ()]
+        trusted = Trust.load(keys, require_signatures)
+        bundle = Bundle.load(path_of("folder", folder))
         options = session_options(options, session)
         devices = devices_of(options, device_ids)
         if replicas is None:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from transferry.runtime.errors import InputError
-from transferry.runtime.io.whole import read_bytes
+from transferry.runtime.io.whole import read_bytes, reason
 
 # Bytes. The worst JSON, empty lists in a list, takes 24 times as much memory once decoded.
 MOST_JSON = 16 << 20
@@ -40,7 +40,7 @@ def parse_document(content: bytes, kind: type[T], origin: str, remedy: str) -> T
     try:
         value = decode(content)
     except ValueError as error:
-        raise InputError(f"{origin} is not JSON ({error}); {remedy}") from error
+        raise InputError(f"{origin} is not JSON ({reason(error)}); {remedy}") from error
     return checked(value, kind, origin, remedy)
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast
 
 from transferry.runtime.errors import InputError, from_extra
-from transferry.runtime.io.whole import Stored, shown_path, unreadable
+from transferry.runtime.io.whole import Stored, reason, shown_path, unreadable
 
 # Compressions of outputs by suffix: none, gzip, zstd.
 Compression = Literal["", ".gz", ".zst"]
@@ -329,7 +329,7 @@ def _unpacked(path: Path | str | Stored) -> Iterator[io.BufferedReader]:
         name = {".gz": "gzip", ".zst": "zstd"}.get(kind, kind.removeprefix("."))
         raise InputError(
             f"{shown_path(path)}: expected a whole {name} file, found one that is damaged or cut "
-            f"short ({error}). Copy or download it again."
+            f"short ({reason(error)}). Copy or download it again."
         ) from error
     except _TooWide as error:
         raise InputError(

@@ -3,6 +3,7 @@
 import hashlib
 import io
 import os
+import re
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -74,4 +75,10 @@ def sha256(path: Path) -> str:
 
 def unreadable(path: Path | str | Stored, error: OSError) -> InputError:
     """Error for a file that cannot be read."""
-    return InputError(f"{shown_path(path)}: cannot be read: {error.strerror or error}.")
+    return InputError(f"{shown_path(path)}: cannot be read: {reason(error)}.")
+
+
+def reason(error: Exception) -> str:
+    """Returns the message of a library's exception on one line, without words for programmers."""
+    text = " ".join(str(getattr(error, "strerror", None) or error).split())
+    return re.sub(r"; use sys\..*| \(b['\"].*| - do you .*", "", text).rstrip(" .")

@@ -50,7 +50,7 @@ from transferry.runtime.jobs.plan import (
     partition_range,
 )
 from transferry.runtime.jobs.summary import SUMMARY, Summary, Tally, beside, read_summary
-from transferry.runtime.settings import require_type, to_toml
+from transferry.runtime.settings import path_of, require_type, to_toml
 from transferry.runtime.stopping import at_stop
 
 # Of `Engine.describe`: what decides the numbers and does not belong to the machine.
@@ -93,10 +93,11 @@ class Job:
             UsageError: The options do not fit each other, the bundle or the files.
         """
         require_type("options", options, JobOptions | None)
+        require_type("runner", runner, Runner | None)
         self.options = options = options or JobOptions()
         self.remote = remote_output(output, options.partition)
         here = output if self.remote is None else Path.cwd() / self.remote.folder.name
-        self.output = Path(here)  # type: ignore[arg-type]
+        self.output = path_of("output", here)
         self.runner = runner or Runner()
         if self.output != STANDARD_STREAM and self.runner.owns_output:
             if self.remote is None:
@@ -104,8 +105,8 @@ class Job:
             require_writable(self.output, BESIDE)
         self.sources = open_sources(inputs)
         if self.runner.owns_output:
-            folder = bundle.bundle.folder if isinstance(bundle, Engine) else bundle
-            read = (*self.sources, options.target, Path(folder))
+            given = bundle.bundle.folder if isinstance(bundle, Engine) else bundle
+            read = (*self.sources, options.target, path_of("bundle", given))
             local = [path for path in read if isinstance(path, Path)]
             foreign = self.runner.journal.foreign
             if self.remote is None:
@@ -126,7 +127,7 @@ class Job:
             self.writer = replace(self.writer, columns=replace(columns, numbers=False))
         every = options.canary and fraction(options.canary)[1]
         self.canary = Canary(self.engine, every, self.task) if every else None
-        self._read, self._cut = 0, dict[str, Any]()
+        self._read, self._ran, self._cut = 0, False, dict[str, Any]()
 
     def _readers(self) -> tuple[RowReader, RowReader | None]:
         """Opens the input and the targets of its rows."""
@@ -193,10 +194,10 @@ class Job:
             "compression": named_format(self.output)[1],
             "width": self.task.width,
         }
-        split = ["sentencex"] if options.long_rows == "split" else []
-        versions = ("special_tokens", "transferry-kernels", *split)
-        others = {**options.dialect, "limit": options.limit}
-        others["output_mark"] = self.layout.mark or None
+        versions = ["special_tokens", "transferry-kernels"]
+        versions += ["sentencex"] if options.long_rows == "split" else []
+        mark = self.layout.mark or None
+        others = {**options.dialect, "limit": options.limit, "output_mark": mark}
         if (schema := getattr(self.writer, "schema", None)) is not None:
             others["types_and_metadata"] = hashlib.sha256(schema.serialize()).hexdigest()[:16]
         others |= {name: described.get(name) for name in versions}
@@ -264,16 +265,15 @@ class Job:
             ParityError: The canary found a defect.
             UsageError: The output exists, or another job writes it.
         """
-        summary = Summary()
+        if self._ran:
+            raise UsageError("a Job runs once, and this one did; make a new one to continue it")
+        self._ran, summary = True, Summary()
         add = partial(self._add, summary)
         if self.output == STANDARD_STREAM:
-            first = self.row_range[0]
-            with (
-                standard_output() as file,
-                self.counting(summary, add, watch) as count,
-                closing(self.results(self.rows(*self.row_range), first)) as results,
-            ):
-                self.write(results, file, first, count)
+            found = self.results(self.rows(*self.row_range), self.row_range[0])
+            counting = self.counting(summary, add, watch)
+            with standard_output() as file, counting as count, closing(found) as results:
+                self.write(results, file, self.row_range[0], count)
             summary.made = self._made()
             return summary
         with self._telling_saved(summary), self.runner.journal.locked(self.folder) as journal:
@@ -293,8 +293,8 @@ class Job:
             texts = partial(self._texts, journal, summary, settings)
             if self.remote is not None:
                 watch(replace(summary, note=f"uploading to {self.remote.folder}"))
-                begin = self._cut.get("bytes", [0])[0]
-                self.remote.publish(journal.parts, ending_of(self.fingerprint), texts, begin)
+                end, begin = ending_of(self.fingerprint), self._cut.get("bytes", [0])[0]
+                self.remote.publish(journal.parts, end, texts, begin)
                 self._complete(say)
             else:
                 if not self.options.force:  # it may have appeared since the job began
@@ -462,10 +462,10 @@ class Job:
 
     def _complete(self, say: Callable[[str], None]) -> None:
         """Completes the output of partitions elsewhere, or says what is lacking."""
-        if self.remote is not None and self.options.partition is not None:
-            count = fraction(self.options.partition)[1]
-            if note := join_remote(self.remote, count):
-                say(note)
+        if self.remote is None or self.options.partition is None:
+            return
+        if note := join_remote(self.remote, fraction(self.options.partition)[1]):
+            say(note)
 
     def _made(self) -> dict[str, Any]:
         tally = self.canary.tally() if self.canary is not None else {}

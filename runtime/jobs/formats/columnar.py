@@ -10,17 +10,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property
-from itertools import accumulate, chain, islice, takewhile
-from pathlib import Path, PurePosixPath
+from itertools import accumulate, chain, islice
+from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
 
 from transferry.runtime.engine.result import RowError
-from transferry.runtime.engine.tasks.task import Layout
+from transferry.runtime.engine.tasks.task import Kind, Layout
 from transferry.runtime.errors import InputError, from_extra
 from transferry.runtime.io.lines import MOST_LINE, LongLine
+from transferry.runtime.io.whole import reason
 from transferry.runtime.jobs.formats.cells import exact_json, has_nul, to_json
-from transferry.runtime.jobs.formats.detection import Dialect
+from transferry.runtime.jobs.formats.detection import Dialect, partition_columns
 from transferry.runtime.jobs.formats.pages import require_small_pages
 from transferry.runtime.jobs.formats.remote_file import RemoteFile, Source
 from transferry.runtime.jobs.formats.rows import Fields, InputRow, RowReader, layout_of, unique
@@ -35,10 +35,6 @@ _OF_LAYOUT = (
     *(b"ARROW:schema", b"content_defined_chunking"),
     *(b"org.apache.spark.sql.parquet.row.metadata", b"parquet.avro.schema"),
 )
-
-# Name of a folder that holds a column, and the value for rows that have none.
-_PARTITION = re.compile("[^=]+=.*", re.DOTALL)
-_NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
 
 
 class ColumnarReader(RowReader):
@@ -74,26 +70,11 @@ class ColumnarReader(RowReader):
             for name in self._named:
                 table = table.append(pyarrow.field(name, text))
         elif self._named:
-            values = [
-                pyarrow.repeat(pyarrow.scalar(value, text), table.num_rows)
-                for value in self._named.values()
-            ]
+            scalars = (pyarrow.scalar(value, text) for value in self._named.values())
+            values = [pyarrow.repeat(scalar, table.num_rows) for scalar in scalars]
             schema = self._with_named(table.schema)
             return pyarrow.RecordBatch.from_arrays([*table.columns, *values], schema=schema)
         return table
-
-
-def partition_columns(path: Source) -> dict[str, str | None]:
-    """Returns the columns that folders named NAME=VALUE hold for a file, as texts.
-
-    Hive, Spark and pandas write a table so; the folders lie right above the file.
-    """
-    whole = path.url.split("?")[0] if isinstance(path, RemoteFile) else str(path.absolute())
-    folders = reversed(PurePosixPath(whole).parts[:-1])
-    # A name may hold an equals sign, written %3D.
-    found = (each.split("=", 1) for each in takewhile(_PARTITION.fullmatch, folders))
-    pairs = [tuple(map(unquote, each)) for each in found]
-    return {name: None if value == _NO_VALUE else value for name, value in reversed(pairs)}
 
 
 class ParquetReader(ColumnarReader):
@@ -184,7 +165,9 @@ def _placed(batch: Any) -> Iterator[tuple[Fields | RowError, bytes, tuple[Any, i
             try:
                 row.validate(full=True)
             except ValueError as error:
-                told = RowError("undecodable", str(error))
+                at, *_, found = reason(error).removeprefix("In column ").partition(": Invalid: ")
+                column = row.schema.names[int(at)] if at.isdecimal() else at
+                told = RowError("undecodable", f"column {column}: {found}")
                 yield told, row.serialize().to_pybytes(), (_emptied(row), 0)
             else:
                 yield from ((*each, (row, 0)) for each in _fields(row))
@@ -328,6 +311,8 @@ def _opened_arrow(path: Steady) -> Iterator[tuple[Any, Iterator[Any]]]:
         with pyarrow.PythonFile(mapped) if mapped is source else mapped as file:
             head = bytes(file.read(6))
             file.seek(0)
+            if head.startswith(b"FEA1"):
+                raise pyarrow.ArrowInvalid("version 1 of Feather; write it in version 2")
             if head == b"ARROW1":  # with random access; a stream has no such mark
                 whole = pyarrow.ipc.open_file(file)
                 yield whole.schema, map(whole.get_batch, range(whole.num_record_batches))
@@ -353,7 +338,7 @@ def _source(path: Path | Steady, kind: str) -> Iterator[tuple[Any, Any]]:
     if not isinstance(path, Path):
         opened = path.opened() if isinstance(path.source, RemoteFile) else path.watched()
     # Elsewhere an OSError tells of the connection, and a ValueError would tell of the URL.
-    damaged = pyarrow.ArrowException, UnicodeDecodeError
+    damaged = pyarrow.ArrowException, UnicodeError
     with _told(path, kind, OSError), opened as source, _told(path, kind, *damaged):
         yield pyarrow, source
 
@@ -363,10 +348,9 @@ def _told(path: Path | Steady, kind: str, *errors: type[Exception]) -> Iterator[
     try:
         yield
     except errors as error:
-        reason = str(getattr(error, "strerror", None) or error).rstrip(".")
-        if isinstance(error, UnicodeDecodeError):
-            reason = "the name of a column is not UTF-8"
-        raise InputError(f"{path}: cannot be read as {kind}: {reason}.") from error
+        names = {UnicodeEncodeError: "the path", UnicodeDecodeError: "the name of a column"}
+        told = f"{names[type(error)]} is not UTF-8" if type(error) in names else reason(error)
+        raise InputError(f"{path}: cannot be read as {kind}: {told}.") from error
 
 
 def import_pyarrow(kind: str = "Parquet") -> Any:
@@ -488,3 +472,20 @@ def row_groups(batches: Iterable[Any], most: int) -> Iterator[list[Any]]:
             room -= batch.num_rows
     if group:
         yield group
+
+
+def arrow_type(kind: Kind, width: int) -> Any:
+    """Returns the Arrow type of a column."""
+    import pyarrow
+
+    if isinstance(kind, Mapping):
+        return pyarrow.struct([(name, arrow_type(each, width)) for name, each in kind.items()])
+    if not isinstance(kind, str):
+        return pyarrow.list_(arrow_type(kind[0], width))
+    return {
+        "text": pyarrow.string(),
+        "integer": pyarrow.int64(),
+        "float": pyarrow.float64(),
+        "boolean": pyarrow.bool_(),
+        "vector": pyarrow.list_(pyarrow.float32(), width),
+    }[kind]

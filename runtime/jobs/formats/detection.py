@@ -9,12 +9,14 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, takewhile
+from pathlib import PurePosixPath
 from typing import Any, cast
+from urllib.parse import unquote
 
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.io.lines import PACKED, Compression, LongLine
-from transferry.runtime.jobs.formats.remote_file import Source
+from transferry.runtime.jobs.formats.remote_file import RemoteFile, Source
 from transferry.runtime.jobs.job_options import InputFormat
 
 # Formats by the ending of a name.
@@ -47,6 +49,9 @@ _NAMES = re.compile(r"\"?[\w.-]+\"?([,;|])(\"?[\w.-]+\"?\1)*\"?[\w.-]+\"?")
 # A cell in quotation marks.
 _QUOTED = re.compile(r'(?<![^\t\n])"(?:[^"]|"")*"(?![^\t\n])')
 DELIMITERS = (",", ";", "\t", "|")
+# Name of a folder that holds a column, and the value for rows that have none.
+_PARTITION = re.compile("[^=]+=.*", re.DOTALL)
+_NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
 
 
 @dataclass(frozen=True)
@@ -248,3 +253,22 @@ def up_to(lines: Iterator[bytes], count: int, size: int) -> Iterator[bytes]:
         size -= len(line)
         if size < 0:
             return
+
+
+def partition_columns(path: Source) -> dict[str, str | None]:
+    """Returns the columns that folders named NAME=VALUE hold for a file, as texts.
+
+    Hive, Spark and pandas write a table so; the folders lie right above the file.
+    """
+    whole = path.url.split("?")[0] if isinstance(path, RemoteFile) else str(path.absolute())
+    folders = reversed(PurePosixPath(whole).parts[:-1])
+    # A name may hold an equals sign, written %3D.
+    found = (each.split("=", 1) for each in takewhile(_PARTITION.fullmatch, folders))
+    try:
+        pairs = [tuple(unquote(text, errors="strict") for text in each) for each in found]
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{path}: expected UTF-8 in the names of its folders, such as %C3%A4 for ä, found "
+            f"%{error.object[error.start]:02X}; rename the folder"
+        ) from error
+    return {name: None if value == _NO_VALUE else value for name, value in reversed(pairs)}

@@ -28,7 +28,7 @@ from transferry.runtime.io.lines import (
     is_plain,
     read_raw_lines,
 )
-from transferry.runtime.io.whole import unreadable
+from transferry.runtime.io.whole import reason, unreadable
 from transferry.runtime.jobs.formats.cells import (
     JSON,
     CsvLines,
@@ -374,8 +374,7 @@ class _CsvReader(_TsvReader):
                         f"{self._stop:,.0f}; add --partition-by rows"
                     ) from error
                 over = f" in a record over {record.lines} lines" if record.lines > 1 else ""
-                told = str(error).partition(" - ")[0]  # what follows is for programmers
-                cells = RowError("malformed", f"expected CSV{over}, found: {told}")
+                cells = RowError("malformed", f"expected CSV{over}, found: {reason(error)}")
             yield _Line(record.taken(), cells)
 
     def start(self, at: int) -> int:
@@ -431,11 +430,11 @@ class _JsonlReader(_LineReader):
         try:
             fields = JSON.decode(text)
             if not isinstance(fields, dict):
-                raise ValueError(f"it is a {type(fields).__name__}")
+                raise ValueError(f"it is {text.strip()[:80]}")
             if depth(fields) > MOST_NESTED:
                 raise RecursionError
         except ValueError as error:
-            return RowError("malformed", f"expected a JSON object: {error}")
+            return RowError("malformed", f"expected a JSON object: {reason(error)}")
         except RecursionError:
             return RowError("malformed", f"expected JSON nested at most {MOST_NESTED} deep")
         if "\\u" in text:

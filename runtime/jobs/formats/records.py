@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 from transferry.runtime.engine.result import PartsResult, RowError, RowResult
 from transferry.runtime.engine.tasks.task import Kind, Layout, OutputFormat
 from transferry.runtime.errors import Option, UsageError, joined_options
+from transferry.runtime.jobs.formats.cells import decoded
 from transferry.runtime.jobs.formats.rows import InputRow
 
 Record = Mapping[Any, Any]
@@ -161,6 +162,8 @@ def output_columns(
         )
     taken = {*repeated, *choice.output} | (set() if keeps_table else {"id"})
     for place, name in enumerate(choice.output):
+        if isinstance(fault := decoded(name.encode(errors="surrogatepass")), RowError):
+            raise UsageError(Option("output_column"), f" must be text, {fault.message}")
         if name in repeated or name in choice.output[:place] or (name == "id" and not keeps_table):
             raise UsageError(
                 Option("output_column"),
@@ -192,7 +195,7 @@ def output_columns(
 
 
 def _free(name: str, taken: Collection[str]) -> str:
-    while name in taken:
+    while name.casefold() in map(str.casefold, taken):  # SQL takes such names for the same
         name = PREFIX + name
     return name
 

@@ -24,6 +24,7 @@ from transferry.runtime.io.whole import unreadable
 from transferry.runtime.jobs.formats.detection import named_format
 from transferry.runtime.jobs.formats.remote_file import RemoteFile, Source, is_url
 from transferry.runtime.jobs.formats.rows import InputRow, RowReader
+from transferry.runtime.settings import path_of
 
 # In the folder that `save_to_disk` of Hugging Face datasets writes: its files, or its splits.
 STATE, SPLITS = "state.json", "dataset_dict.json"
@@ -50,7 +51,7 @@ class _State(TypedDict, total=False):
 
 def open_sources(inputs: Inputs) -> list[Source]:
     """Returns the files of an input; see `expand`."""
-    one = isinstance(inputs, str | Path | RemoteFile)
+    one = not isinstance(inputs, Iterable) or isinstance(inputs, str | bytes)
     return expand([inputs] if one else inputs)  # type: ignore[list-item, arg-type]
 
 
@@ -85,7 +86,7 @@ def _expanded(name: Source | str) -> Sequence[Source]:
         return found
     if name == "":  # to pathlib, the working folder
         raise UsageError("expected a path, found nothing; name a file")
-    path = Path(name)
+    path = path_of("inputs", name)
     if path.is_dir():
         _require_no_log(_above([path]))
         return _dataset(path)
@@ -319,7 +320,7 @@ class Series(RowReader):
         for place, column in enumerate(schema or ()):  # nulls of any file need a place
             given = [reader.layout.schema.field(column.name).nullable for reader in readers]
             schema = schema.set(place, column.with_nullable(any(given)))
-        path = f"{readers[0].layout.path} and {len(readers) - 1} more"
+        path = f"{readers[0].layout.path} (first of {len(readers)})"
         self.layout = replace(first, path=path, schema=schema)
         self._readers, self._counts, self._reading = readers, dict[int, int](), 0
 

@@ -90,6 +90,8 @@ class SpreadsheetReader(RowReader):
         filled = [each for each in visible if next(_filled(each.iter_rows(), []), None)]
         if self._sheet is None and len(filled) == 1:
             return filled[0]
+        if not named:
+            raise InputError(f"{self.file}: expected a sheet with rows, found no sheet")
         visible_one = "expected one visible sheet with rows"
         problem = visible_one if self._sheet is None else "no such sheet"
         raise InputError(f"{self.file}: {problem}; choose one with --sheet ({', '.join(named)})")

@@ -19,8 +19,10 @@ from transferry.runtime.engine.tasks.table import TASKS
 from transferry.runtime.engine.tasks.task import Kind, Layout, OutputFormat, Task, columns
 from transferry.runtime.errors import InputError, Option, UsageError
 from transferry.runtime.io.lines import Compression, packed, read_blocks
+from transferry.runtime.io.whole import reason
 from transferry.runtime.jobs.formats.cells import as_text, cell_text, json_value
 from transferry.runtime.jobs.formats.columnar import (
+    arrow_type,
     import_pyarrow,
     is_kept,
     opened_parquet,
@@ -393,7 +395,7 @@ class ParquetWriter(RowWriter):
         # Closed after an error too: else its destructor complains of the closed file.
         with pyarrow.parquet.ParquetWriter(file, self.schema) as writer:
             while group := list(islice(rows, self.group)):
-                with _held(pyarrow.ArrowException):
+                with _held("a column", pyarrow.ArrowException):
                     writer.write_table(self.table(group))
 
     def table(self, group: Sequence[Record]) -> Any:
@@ -435,7 +437,7 @@ class ParquetWriter(RowWriter):
         with pyarrow.parquet.ParquetWriter(file, self.schema) as writer:
             for group in row_groups(batches, self.group):
                 table = pyarrow.Table.from_batches(group).unify_dictionaries()
-                with _held(pyarrow.ArrowException):
+                with _held("a column", pyarrow.ArrowException):
                     writer.write_table(table.combine_chunks())
 
     def _batches(self, path: Path) -> Iterator[Any]:
@@ -461,40 +463,27 @@ def _schema(rows: Layout, columns: OutputColumns, width: int) -> Any:
     fields = [pyarrow.field("id", text if rows.has_id else number)] if columns.identified else []
     of_table = rows.schema is not None and not columns.identified
     fields += [rows.schema.field(name) if of_table else (name, text) for name in columns.repeated]
-    fields += [(name, _arrow_type(kind, width)) for name, kind in columns.kinds.items()]
+    fields += [(name, arrow_type(kind, width)) for name, kind in columns.kinds.items()]
     wanted = pyarrow.schema(fields, rows.schema.metadata if of_table else None)
-    file = io.BytesIO()
-    with _held(pyarrow.ArrowException, OSError):
-        pyarrow.parquet.ParquetWriter(file, wanted).close()
-        found = pyarrow.parquet.ParquetFile(io.BytesIO(file.getvalue())).schema_arrow
-        for given, stored in zip(wanted, found, strict=True):
-            if not is_kept(given.type, stored.type):
-                raise pyarrow.ArrowNotImplementedError(f"{given.name} is {given.type}")
-    return found
+    for field in wanted:
+        with _held(f"the column {field.name}", pyarrow.ArrowException, OSError):
+            if not is_kept(field.type, _stored(pyarrow.schema([field])).types[0]):
+                raise pyarrow.ArrowNotImplementedError(f"it is {field.type}")
+    return _stored(wanted)
+
+
+def _stored(schema: Any) -> Any:
+    """Returns a schema as a file of Parquet gives it back."""
+    pyarrow, file = import_pyarrow(), io.BytesIO()
+    pyarrow.parquet.ParquetWriter(file, schema).close()
+    return pyarrow.parquet.ParquetFile(io.BytesIO(file.getvalue())).schema_arrow
 
 
 @contextmanager
-def _held(*errors: type[Exception]) -> Iterator[None]:
+def _held(column: str, *errors: type[Exception]) -> Iterator[None]:
     """Converts errors to UsageError, such as of views in lists, which Arrow cannot always write."""
     try:
         yield
     except errors as error:
-        told = f"Parquet cannot hold a column: {error}; leave it out with "
+        told = f"Parquet cannot hold {column}: {reason(error)}; leave it out with "
         raise UsageError(told, Option("drop")) from error
-
-
-def _arrow_type(kind: Kind, width: int) -> Any:
-    """Returns the Arrow type of a column."""
-    import pyarrow
-
-    if isinstance(kind, Mapping):
-        return pyarrow.struct([(name, _arrow_type(each, width)) for name, each in kind.items()])
-    if not isinstance(kind, str):
-        return pyarrow.list_(_arrow_type(kind[0], width))
-    return {
-        "text": pyarrow.string(),
-        "integer": pyarrow.int64(),
-        "float": pyarrow.float64(),
-        "boolean": pyarrow.bool_(),
-        "vector": pyarrow.list_(pyarrow.float32(), width),
-    }[kind]

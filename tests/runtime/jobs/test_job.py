@@ -329,3 +329,24 @@ def test_an_engine_that_loses_a_result_ends_the_job(tmp_path: Path) -> None:
     source.write_text("a\nb\nc\n")
     with pytest.raises(ValueError, match="1 rows have no result"):
         Job(Losing(), source, tmp_path / "out.txt", JobOptions()).run()
+
+
+@pytest.mark.parametrize("place", ["bundle", "inputs", "output", "target"])
+@pytest.mark.parametrize("value", [b"a", 3, "a\0b", Path("a\0b"), object(), None, ["a", "\0"]])
+def test_a_path_of_another_type_is_refused(source: Path, out: Path, place: str, value: Any) -> None:
+    given: dict[str, Any] = {"bundle": Echo(), "inputs": source, "output": out, "target": None}
+    given[place] = value
+    if place == "target" and value is None:
+        return
+    with pytest.raises(UsageError, match=f"{place} must be a path, found "):
+        options = JobOptions(task="score", target=given.pop("target"))
+        Job(given["bundle"], given["inputs"], given["output"], options)
+
+
+def test_a_job_runs_once(source: Path, out: Path) -> None:
+    """Its readers are at the end; another Job finds the output."""
+    job = make_job(source, out.name)
+    job.run()
+    with pytest.raises(UsageError, match="a Job runs once"):
+        job.run()
+    assert make_job(source, out.name).run().finished_before

@@ -170,6 +170,9 @@ def test_bad_lines_of_jsonl(tmp_path: Path) -> None:
     undecodable, no_text = ["undecodable"] * 2, ["no-text"] * 3
     assert texts(path) == ["gut", *["malformed"] * 9, *undecodable, *no_text, "\U0001f600"]
     found = rows(open_reader(path))
+    told = [row.text.message for row in found if isinstance(row.text, RowError)]
+    assert told[0] == "expected a JSON object: it is []"
+    assert told[6].endswith("value has 5000 digits"), "no setting of Python"
     assert found[0].id == "x"
     assert found[0].fields == {"more": {"a": [1, None, 1.5, True]}}
     assert found[12].fields == {"n": 1}
@@ -201,6 +204,7 @@ def test_an_id_stays_as_it_is(tmp_path: Path, value: str, id: Any) -> None:
         ("a.csv", b'text,n\n1,"a\n,b",3\n2,c,4\n', "found 2 in the header and 3 columns"),
         ("a.csv", b"a title\ntext,n\na,3\nb,4\n", "found 1 in the header and 2 columns"),
         ("a.parquet", b"PAR1 or not", "cannot be read as Parquet"),
+        ("a.arrow", b"FEA1" + bytes(99), "version 1 of Feather; write it in version 2"),
         ("b.parquet", None, "cannot be read as Parquet: "),
         ("b.csv", None, "cannot be read: No such file"),
     ],
@@ -357,7 +361,10 @@ def test_bytes_that_are_no_text_in_parquet(tmp_path: Path, bad: str) -> None:
     path = tmp_path / "a.parquet"
     parquet.write_table(pyarrow.table(columns), path)
     assert texts(path) == ["a", "undecodable", "c"]
-    assert rows(open_reader(path))[1].raw != b""
+    found = rows(open_reader(path))[1]
+    assert found.raw != b""
+    assert isinstance(found.text, RowError)
+    assert found.text.message.startswith(f"column {bad}: ")
 
 
 def test_groups_before_the_first_row_are_not_read(tmp_path: Path) -> None:

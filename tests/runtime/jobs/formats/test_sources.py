@@ -16,7 +16,7 @@ from tests.commands import call, done
 from tests.runtime.jobs.helpers import Echo, read_records
 from transferry.runtime.engine.result import RowError
 from transferry.runtime.errors import InputError, UsageError
-from transferry.runtime.jobs.formats.columnar import partition_columns
+from transferry.runtime.jobs.formats.detection import partition_columns
 from transferry.runtime.jobs.formats.readers import open_inputs
 from transferry.runtime.jobs.formats.sources import expand
 from transferry.runtime.jobs.job import Job
@@ -188,6 +188,13 @@ def test_the_name_of_a_folder_may_hold_an_equals_sign() -> None:
     """Spark writes it as %3D; the first plain sign ends the name."""
     path = Path("/data/a%3Db=c%3Dd/n=e=f/part.parquet")
     assert partition_columns(path) == {"a=b": "c=d", "n": "e=f"}
+
+
+@pytest.mark.parametrize("name", ["a=%E4", "%FF=a", "a=%ED%A0%80", "a=%C3"])
+def test_the_name_of_a_folder_is_utf8(name: str) -> None:
+    """pyarrow refuses such a name too; another text in its place would join the rows of two."""
+    with pytest.raises(InputError, match="expected UTF-8 in the names of its folders"):
+        partition_columns(Path("/data", name, "part.parquet"))
 
 
 def test_a_dataset_of_hugging_face_is_read(dataset: Path) -> None:
