@@ -7,7 +7,7 @@ from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.decoding.decoder import Decoder, Tensors
 from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.decoding.hypothesis import Hypothesis
-from transferry.runtime.decoding.search import search_stream
+from transferry.runtime.decoding.search import search_batch
 from transferry.runtime.decoding.strategy import Request
 from transferry.runtime.engine.preprocess import WorkItem
 from transferry.runtime.engine.worker_pool import Take, in_order
@@ -45,11 +45,10 @@ def serve(
         return [WorkItem(item, len(item[1])) for item in window]
 
     def work(take: Take[Item], rows: int) -> Iterator[tuple[WorkItem[Item], list[Hypothesis]]]:
-        def requests(most: int) -> list[Request[WorkItem[Item]]]:
-            length, prefix = options.max_length, options.prefix
-            return [Request(item, item.row[1], length, prefix, item.row[0]) for item in take(most)]
-
-        yield from search_stream(decoder, requests, options, special, slots=rows)
+        length, prefix = options.max_length, options.prefix
+        while items := take(rows):
+            batch = [Request(item, item.row[1], length, prefix, item.row[0]) for item in items]
+            yield from search_batch(decoder, batch, options, special)
 
     workers: list[Any] = [work] * REPLICAS
     answers: list[Answers] = [[] for _ in sources]

@@ -5,7 +5,6 @@ Sentences are answered in batches, one batch after another; those that have ende
 A row's answer depends on that row alone: not on the other rows, their number or their order.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Generic, TypeAlias
 
@@ -82,38 +81,29 @@ def search(
     def room(source: Sequence[int]) -> int:
         return options.room(0 if decoder.has_encoder else len(source))
 
-    requests = deque(
+    requests = [
         Request(place, source, room(source), prefix, row_id)
         for place, (source, prefix, row_id) in enumerate(rows)
-    )
-
-    def take(most: int) -> list[Request[int]]:
-        return [requests.popleft() for _ in range(min(most, len(requests)))]
-
-    answers = dict(
-        search_stream(decoder, take, options, special, slots=len(sources), decode=decode)
-    )
+    ]
+    answers = dict(search_batch(decoder, requests, options, special, decode=decode))
     return [answers[place] for place in range(len(sources))]
 
 
-def search_stream(
+def search_batch(
     decoder: Decoder[State],
-    take: Callable[[int], Sequence[Request[Key]]],
+    requests: Sequence[Request[Key]],
     options: GenerationOptions,
     special: SpecialTokens,
     *,
-    slots: int,
     decode: Decode | None = None,
 ) -> Iterator[tuple[Key, list[Hypothesis]]]:
-    """Generates for one batch of sentences after another.
+    """Generates for requests that are answered together.
 
     Args:
         decoder: The model.
-        take: The request source: returns at most so many requests to be answered together, and an
-            empty list at its end.
+        requests: The requests.
         options: How to generate; maximal length and prefix are each request's own.
         special: The ids that pad, begin and end.
-        slots: Limit on the sentences of a batch.
         decode: Text of token ids, to look for stop strings.
 
     Yields:
@@ -126,19 +116,14 @@ def search_stream(
     """
     check_tokens(options, decoder.vocabulary_size)
     stops = StopStrings(options.stop, decode)
-    while requests := take(slots):
-        _check_requests(requests, options, decoder.vocabulary_size, special.ends)
-        batch = _Batch(decoder, requests, options, special, stops)
-        while len(batch.rows):
-            batch.step()
-            yield from batch.answers()
-            batch.drop_ended()
-
-
-def one_batch(requests: Sequence[Request[Key]]) -> Callable[[int], Sequence[Request[Key]]]:
-    """Returns a request source of one batch."""
-    batches = iter([requests])
-    return lambda most: next(batches, [])
+    if not requests:
+        return
+    _check_requests(requests, options, decoder.vocabulary_size, special.ends)
+    batch = _Batch(decoder, requests, options, special, stops)
+    while len(batch.rows):
+        batch.step()
+        yield from batch.answers()
+        batch.drop_ended()
 
 
 class _Batch(Generic[State, Key]):

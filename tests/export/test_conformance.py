@@ -1,6 +1,6 @@
 """The contract of `Decoder`, held against every decoder: torch's and those of all variants."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice, product
@@ -25,7 +25,7 @@ from transferry.runtime.decoding.decoder import ObservableDecoder, StepOutput
 from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.decoding.hypothesis import Hypothesis
 from transferry.runtime.decoding.logits import SegmentMaxima, log_sum_exp
-from transferry.runtime.decoding.search import pad_sources, search, search_stream
+from transferry.runtime.decoding.search import pad_sources, search, search_batch
 from transferry.runtime.decoding.shared_prompts import shared_prompts
 from transferry.runtime.decoding.strategy import Request
 from transferry.runtime.ort.encoder import EncoderModel
@@ -423,8 +423,9 @@ def answers(decoder: ObservableDecoder[Any], name: str, slots: int) -> list[list
     lengths = rng.integers(4, 21, count).tolist()
     order = np.random.default_rng(slots).permutation(count).tolist()
     left = iter([Request(key, sources[key], lengths[key], row_id=key) for key in order])
-    take: Callable[[int], list[Request[int]]] = lambda most: list(islice(left, most))  # noqa: E731
-    found = dict(search_stream(decoder, take, SEARCHES[name], SPECIAL, slots=slots))
+    found: dict[int, list[Hypothesis]] = {}
+    while batch := list(islice(left, slots)):
+        found |= search_batch(decoder, batch, SEARCHES[name], SPECIAL)
     return [found[key] for key in range(count)]
 
 

@@ -460,7 +460,7 @@ class _Generate:
     def work(
         self, decoder: ServedDecoder, take: Take[EncodedRow], slots: int
     ) -> Iterator[tuple[WorkItem[EncodedRow], GenerationResult]]:
-        from transferry.runtime.decoding.search import one_batch, search_stream
+        from transferry.runtime.decoding.search import search_batch
         from transferry.runtime.decoding.shared_prompts import copied_tokens
 
         tokenizer = self.engine.bundle.tokenizer
@@ -469,17 +469,12 @@ class _Generate:
             if decoder.shares_prompts:
                 copied = copied_tokens([item.row.ids for item in items])
                 shared.update(zip(items, copied, strict=True))
-            batch = [self._request(item.row, item) for item in items]
             limits = (item.row.options.max_length for item in items if item.row.options)
-            stream = search_stream(
-                decoder,
-                one_batch(batch),
-                batch_options(items[0].group, max(limits)),
-                tokenizer.special,
-                slots=len(batch),
-                decode=tokenizer.decode,
-            )
-            for item, found in stream:
+            options = batch_options(items[0].group, max(limits))
+            batch = [self._request(item.row, item) for item in items]
+            for item, found in search_batch(
+                decoder, batch, options, tokenizer.special, decode=tokenizer.decode
+            ):
                 yield item, self._result(item.row, found, shared.pop(item, 0))
 
     def _result(

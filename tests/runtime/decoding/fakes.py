@@ -16,7 +16,7 @@ from transferry.runtime.decoding.decoder import StepOutput, TopK
 from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.decoding.hypothesis import Hypothesis
 from transferry.runtime.decoding.logits import log_sum_exp
-from transferry.runtime.decoding.search import search, search_stream
+from transferry.runtime.decoding.search import search, search_batch
 from transferry.runtime.decoding.strategy import Request
 from transferry.runtime.tokenizer.special_tokens import SpecialTokens
 
@@ -192,23 +192,6 @@ def random_decoder(vocabulary: int, *, end: float = 0.0, spread: float = 2.0) ->
     return FakeDecoder(random_model(vocabulary, end=end, spread=spread), vocabulary)
 
 
-class Requests:
-    """A supply of requests: all at once, or `visible` of them with every wait."""
-
-    def __init__(self, requests: Sequence[Request[int]], *visible: int) -> None:
-        self.requests = list(requests)
-        self.visible = list(visible) or [len(self.requests)]
-
-    def take(self, most: int) -> list[Request[int]]:
-        assert most > 0
-        if self.visible[0] == 0 and len(self.visible) > 1:
-            del self.visible[0]
-        taken = self.requests[: min(most, self.visible[0])]
-        del self.requests[: len(taken)]
-        self.visible[0] -= len(taken)
-        return taken
-
-
 def requests_for(sources: Sequence[Tokens], options: GenerationOptions) -> list[Request[int]]:
     """A request for each source, as `run` makes them."""
     return [
@@ -220,7 +203,10 @@ def requests_for(sources: Sequence[Tokens], options: GenerationOptions) -> list[
 def stream(
     decoder: FakeDecoder, requests: Sequence[Request[int]], options: GenerationOptions, slots: int
 ) -> list[list[Hypothesis]]:
-    found = list(search_stream(decoder, Requests(requests).take, options, SPECIAL, slots=slots))
+    batches = [requests[first : first + slots] for first in range(0, len(requests), slots)]
+    found = [
+        *itertools.chain(*(search_batch(decoder, batch, options, SPECIAL) for batch in batches))
+    ]
     answers = dict(found)
     assert len(answers) == len(found), "each is answered once"
     return [answers[request.key] for request in requests]

@@ -1,4 +1,4 @@
-"""Streams of sentences: batches, slots, and decoders that rank or normalise themselves."""
+"""Batches of any size, and decoders that rank or normalise themselves."""
 
 import math
 from collections import Counter
@@ -19,7 +19,6 @@ from tests.runtime.decoding.fakes import (
     Model,
     NormalisingFake,
     RankingFake,
-    Requests,
     SentenceFake,
     Tokens,
     close,
@@ -35,7 +34,7 @@ from tests.runtime.decoding.fakes import (
 )
 from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.decoding.hypothesis import FAILED, Hypothesis
-from transferry.runtime.decoding.search import search_stream
+from transferry.runtime.decoding.search import search_batch
 from transferry.runtime.decoding.strategy import Request
 from transferry.runtime.errors import UsageError
 
@@ -208,26 +207,12 @@ def test_what_ends_at_its_greatest_length_is_stepped_no_further() -> None:
         assert static.rows_stepped == [8] * 4 + [7] * 5
 
 
-@pytest.mark.parametrize("kind", [FakeDecoder, SentenceFake])
-def test_a_batch_ends_before_the_next_begins(kind: type[FakeDecoder]) -> None:
-    decoder = kind(tokens_given, 5)
-    stream(decoder, counted([1, 1, 2, 1]), GenerationOptions(max_length=9), 2)
-    assert decoder.rows_stepped == [2, 2, 2, 2, 2]
-
-
-def test_no_sentence_waits_for_one_that_is_not_there_yet() -> None:
-    """An answer is handed out when it ends, before more is asked for."""
-    supply = Requests(counted([3, 1, 4]), 1, 1, 1)
-    found = search_stream(
-        SentenceFake(tokens_given, 5),
-        supply.take,
-        GenerationOptions(max_length=9),
-        SPECIAL,
-        slots=4,
-    )
-    for key in range(3):
+def test_an_answer_is_handed_out_when_it_ends() -> None:
+    decoder, options = SentenceFake(tokens_given, 5), GenerationOptions(max_length=9)
+    found = search_batch(decoder, counted([3, 1, 4]), options, SPECIAL)
+    for key, steps in ((1, 2), (0, 4), (2, 5)):
         assert next(found)[0] == key
-        assert len(supply.requests) == 2 - key
+        assert len(decoder.rows_stepped) == steps
 
 
 def test_a_request_for_more_than_the_options_allow_is_refused() -> None:
