@@ -63,7 +63,7 @@ export function openTokenizer(settings, contents, other) {
   const files = names.map((name) => contents[name]);
   try {
     const made = new Tokenizer(settings, files, special);
-    const largest = Math.max(...special.ids, ...special.ends);
+    const largest = Math.max(...special.ids, ...special.ends, ...Object.values(special.texts));
     if (!(largest < made.vocabularySize)) {
       throw new InputError(`tokenizer.json: expected ids below ${made.vocabularySize}, found ${largest}; export the bundle again`);
     }

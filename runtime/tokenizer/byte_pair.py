@@ -166,7 +166,7 @@ class Tokenizer(AnyTokenizer):
             )
         self._ids = dict(zip(kept, ids, strict=True))
         self._byte_ids = [self._ids[ranks[byte]] for byte in SINGLE_BYTES]
-        least = max(ids.stop, max(*special.ids(), *special.ends) + 1)
+        least = max(ids.stop, special.largest + 1)
         self.vocabulary_size = least if vocabulary_size is None else vocabulary_size
         if type(self.vocabulary_size) is not int or self.vocabulary_size < least:
             raise InputError(

@@ -176,6 +176,11 @@ class SpecialTokens:
         named = {self.pad_id, self.bos_id, self.eos_id, *around, *self.languages.values()}
         return named if self.mask_id is None else named | {self.mask_id}
 
+    @property
+    def largest(self) -> int:
+        """The largest id, of those with text too."""
+        return max(*self.ids(), *self.ends, *self.texts.values())
+
 
 # Of trained tokenizers: sources of an encoder-decoder end with the end token, prompts of a decoder
 # lack it, and inputs of an encoder-only model are marked at both ends.

@@ -78,7 +78,7 @@ class ThirdPartyTokenizer(AnyTokenizer):
         needs = from_extra(self.library, f"the tokenizer needs {self.library}")
         try:
             with needs, panics_as_errors():
-                largest = max(self._open(), *special.ids(), *special.ends)
+                largest = max(self._open(), special.largest)
         except (ValueError, RuntimeError, TypeError, AttributeError) as error:
             raise InputError(
                 f"expected a tokenizer that {self.library} reads in {' and '.join(self.names)}, "

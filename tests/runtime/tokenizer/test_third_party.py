@@ -230,6 +230,16 @@ def test_fewer_ids_than_the_files_have_are_refused(kind: str) -> None:
 
 
 @kinds
+def test_a_text_of_an_id_that_the_model_lacks_is_refused(kind: str, tmp_path: Path) -> None:
+    MAKE[kind]().save(tmp_path)
+    settings = json.loads((tmp_path / "tokenizer.json").read_bytes())
+    settings["special"]["texts"] = {"<s>": 10**6}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(settings))
+    with pytest.raises(InputError, match=r"expected ids below .* found 1000000"):
+        load_tokenizer(tmp_path)
+
+
+@kinds
 def test_a_library_that_is_missing_is_named_with_its_extra(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
