@@ -16,26 +16,20 @@ _ROOT = Path(__file__).parent.parent
 DOWNLOAD = "Download a model of Hugging Face first: hf download MODEL --local-dir FOLDER."
 
 
-class TransferryError(Exception):
-    """Base of every error that a user can cause or fix."""
-
-    exit_code = 3
-
-
 class Option(str):
     """Name of a setting in a message, such as chunk_rows; the command line shows its option."""
 
     __slots__ = ()
 
 
-class UsageError(TransferryError):
-    """A value outside its range, or options that exclude each other.
+class TransferryError(Exception):
+    """Base of every error that a user can cause or fix.
 
     Attributes:
         parts: The message in parts; an `Option` is replaced by its name.
     """
 
-    exit_code = 2
+    exit_code = 3
 
     def __init__(self, *parts: str) -> None:
         super().__init__("".join(parts))
@@ -49,6 +43,12 @@ class UsageError(TransferryError):
         """
         shown = (options.get(part, part) if type(part) is Option else part for part in self.parts)
         return "".join(shown)
+
+
+class UsageError(TransferryError):
+    """A value outside its range, or options that exclude each other."""
+
+    exit_code = 2
 
 
 class InputError(TransferryError):

@@ -327,11 +327,9 @@ class Commands(click.Group):
             with _as_failures():
                 return super().invoke(context)
         except TransferryError as error:
-            message = str(error)
-            if isinstance(error, UsageError):
-                command = self.get_command(context, str(context.invoked_subcommand))
-                options = [each for each in (command.params if command else ()) if each.opts]
-                message = error.worded({str(each.name): each.opts[-1] for each in options})
+            command = self.get_command(context, str(context.invoked_subcommand))
+            options = [each for each in (command.params if command else ()) if each.opts]
+            message = error.worded({str(each.name): each.opts[-1] for each in options})
             raise Failure(message, error.exit_code) from error
         except ModuleNotFoundError as error:
             if str(error.name).partition(".")[0] == "transferry":

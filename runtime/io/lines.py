@@ -18,7 +18,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast
 
-from transferry.runtime.errors import InputError, from_extra
+from transferry.runtime.errors import InputError, Option, from_extra
 from transferry.runtime.io.whole import Stored, reason, shown_path, unreadable
 
 # Compressions of outputs by suffix: none, gzip, zstd.
@@ -191,7 +191,8 @@ def refuse_other_content(head: bytes, shown: str, encoding: str, *, pages: bool)
     if not pages and _PAGE.match(head):
         raise InputError(
             f"{shown}: expected rows, found a page in HTML, such as of a log-in or an error; check "
-            "address and credentials, or add --format-in text"
+            "address and credentials, or add ",
+            *(Option("format_in"), " text"),
         )
     if not _is_binary(head, encoding):
         return

@@ -308,10 +308,8 @@ class Job:
         summary.add(tally)
         most = self.options.max_errors
         if most is not None and summary.bad_rows > most:
-            raise InputError(
-                f"more than {most} rows are bad, the first of them: {summary.first_error}. Fix the "
-                "input, or allow more with --max-errors"
-            )
+            told = f"more than {most} rows are bad, the first of them: {summary.first_error}. Fix "
+            raise InputError(told, "the input, or allow more with ", Option("max_errors"))
 
     @contextmanager
     def _telling_saved(self, summary: Summary) -> Iterator[None]:
@@ -327,8 +325,10 @@ class Job:
         except (KeyboardInterrupt, TransferryError) as error:
             if not summary.saved:
                 raise
-            message = "; ".join(filter(None, (str(error), self._saved(summary.saved))))
-            raise type(error)(message) from error
+            saved = f"{'; ' if str(error) else ''}{self._saved(summary.saved)}"
+            if isinstance(error, TransferryError):
+                raise type(error)(*error.parts, saved) from error
+            raise KeyboardInterrupt(f"{error}{saved}") from error
 
     @contextmanager
     def counting(

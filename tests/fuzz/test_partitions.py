@@ -145,7 +145,7 @@ def test_a_cell_that_looks_like_rows_is_not_cut(tmp_path: Path) -> None:
     path.write_text('id,text\n1,first\n2,"' + "3,three\n" * 99 + '"\n4,last\n')
     whole, parts = tmp_path / "whole.jsonl", [tmp_path / "1.jsonl", tmp_path / "2.jsonl"]
     Job(Echo(), path, whole, JobOptions(**options)).run()
-    with pytest.raises(InputError, match=r"such as [\d,]+; add --partition-by rows"):
+    with pytest.raises(InputError, match=r"such as [\d,]+; add partition_by rows"):
         Job(Echo(), path, parts[0], JobOptions(**options, partition="1/2")).run()
     for part in parts:
         chosen = JobOptions(**options, partition=f"{part.stem}/2", partition_by="rows")

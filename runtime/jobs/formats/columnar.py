@@ -16,7 +16,7 @@ from typing import Any
 
 from transferry.runtime.engine.result import RowError
 from transferry.runtime.engine.tasks.task import Kind, Layout
-from transferry.runtime.errors import InputError, from_extra
+from transferry.runtime.errors import InputError, Option, from_extra
 from transferry.runtime.io.lines import MOST_LINE, LongLine
 from transferry.runtime.io.whole import reason
 from transferry.runtime.jobs.formats.cells import exact_json, has_nul, to_json
@@ -276,7 +276,8 @@ def require_texts(layout: Layout) -> None:
         if not _is_text(found := layout.schema.field(name).type):
             raise InputError(
                 f"{layout.path}: expected text in the column {name}, found {found}; name another "
-                "with --column"
+                "with ",
+                Option("column"),
             )
 
 
@@ -380,7 +381,8 @@ def with_schema(batch: Any, schema: Any) -> Any:
             except pyarrow.ArrowException as error:
                 raise InputError(
                     f"the column {name} is {kind} in the first file and {array.type} in a later "
-                    f"one, which does not fit ({error}); add --drop {name}, or run a job for each"
+                    f"one, which does not fit ({error}); add ",
+                    *(Option("drop"), f" {name}, or run a job for each"),
                 ) from error
         arrays.append(array)
     return pyarrow.record_batch(arrays, schema)

@@ -14,7 +14,7 @@ from pathlib import PurePosixPath
 from typing import Any, cast
 from urllib.parse import unquote
 
-from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.errors import InputError, Option, UsageError
 from transferry.runtime.io.lines import PACKED, Compression, LongLine
 from transferry.runtime.jobs.formats.remote_file import RemoteFile, Source
 from transferry.runtime.jobs.job_options import InputFormat
@@ -98,8 +98,9 @@ def format_of_name(path: Source) -> InputFormat:
         return "text"
     advice = f"convert it ({_CONVERSIONS[name]})" if name in _CONVERSIONS else "convert it"
     raise UsageError(
-        f"{path}: there is no input format {name}; {advice}, or choose with --format-in. Known: "
-        f"{_KNOWN}, lines also with {', '.join(PACKED)}"
+        f"{path}: there is no input format {name}; {advice}, or choose with ",
+        *(Option("format_in"), ". Known: "),
+        f"{_KNOWN}, lines also with {', '.join(PACKED)}",
     )
 
 
@@ -153,20 +154,20 @@ def require_text(path: Source | str, lines: Sequence[str]) -> None:
 
     Most lines decide: there may be a title above them, or a damaged one among them.
     """
-    found, lines = "", [line for line in lines if line.strip()]
+    found, lines = tuple[str, ...](), [line for line in lines if line.strip()]
     most = len(lines) // 2 + 1
     if lines and sum(isinstance(_parsed(line), dict) for line in lines) >= most:
-        found = "an object of JSON a line; add --format-in jsonl"
+        found = "an object of JSON a line; add ", Option("format_in"), " jsonl"
     header = _NAMES.fullmatch(lines[0]) if len(lines) > 1 else None
     if header and _fits(lines[:3], header[1], cut=True):
-        found = "a table of CSV; add --format-in csv"
+        found = "a table of CSV; add ", Option("format_in"), " csv"
     for tabs, count in Counter(line.count("\t") for line in lines).items():
         if tabs and count >= max(most, 3):
-            found = f"{tabs + 1} columns between tabs; choose one (cut -f1 OLD > NEW)"
+            found = (f"{tabs + 1} columns between tabs; choose one (cut -f1 OLD > NEW)",)
     if found:
         raise InputError(
-            f"{path}: expected a text a line, found {found}, or add --format-in text to read each "
-            "line as it stands"
+            *(f"{path}: expected a text a line, found ", *found, ", or add ", Option("format_in")),
+            " text to read each line as it stands",
         )
 
 
@@ -188,8 +189,9 @@ def find_delimiter(path: Source | str, lines: Sequence[str], usual: str, *, cut:
     header = lines[0] if lines else ""
     if usual == "\t" and _is_quoted("\n".join(lines)):
         raise InputError(
-            f"{path}: expected TSV, found cells in quotation marks as in CSV; add --format-in csv "
-            "--delimiter tab, or --delimiter tab alone if the marks belong to the texts"
+            f"{path}: expected TSV, found cells in quotation marks as in CSV; add ",
+            *(Option("format_in"), " csv ", Option("delimiter"), " tab, or ", Option("delimiter")),
+            " tab alone if the marks belong to the texts",
         )
     # TSV has no quoting, so its rows say less.
     fitting = [each for each in DELIMITERS if usual != "\t" and _fits(lines, each, cut=cut)]
@@ -202,8 +204,8 @@ def find_delimiter(path: Source | str, lines: Sequence[str], usual: str, *, cut:
         return usual
     found = " or ".join(map(repr, fitting or [usual, *others]))
     raise InputError(
-        f"{path}: cannot tell whether {found} stands between columns; choose one with --delimiter, "
-        "such as --delimiter tab"
+        f"{path}: cannot tell whether {found} stands between columns; choose one with ",
+        *(Option("delimiter"), ", such as ", Option("delimiter"), " tab"),
     )
 
 

@@ -115,8 +115,9 @@ def open_reader(
     format = format or format_of_name(path)
     if lists and format != "jsonl":
         raise UsageError(
-            f"{path} is read as {format}, and --messages and --prompt-ids name a column of JSONL; "
-            "give a .jsonl file, or add --format-in jsonl"
+            f"{path} is read as {format}, and ",
+            *(Option("messages"), " and ", Option("prompt_ids"), " name a column of JSONL; "),
+            *("give a .jsonl file, or add ", Option("format_in"), " jsonl"),
         )
     _require_effect(path, format, dialect)
     texts = (column,) if isinstance(column, str) else column or ()
@@ -371,7 +372,8 @@ class _CsvReader(_TsvReader):
                 if "end of data" in str(error) and self._stop < self._steady.size:
                     raise InputError(
                         f"{self.file}: it is not clear at which byte a row begins, such as "
-                        f"{self._stop:,.0f}; add --partition-by rows"
+                        f"{self._stop:,.0f}; add ",
+                        *(Option("partition_by"), " rows"),
                     ) from error
                 over = f" in a record over {record.lines} lines" if record.lines > 1 else ""
                 cells = RowError("malformed", f"expected CSV{over}, found: {reason(error)}")

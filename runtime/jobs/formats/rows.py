@@ -14,7 +14,7 @@ from typing import Any
 
 from transferry.runtime.engine.result import RowError
 from transferry.runtime.engine.tasks.task import Layout
-from transferry.runtime.errors import InputError
+from transferry.runtime.errors import InputError, Option
 from transferry.runtime.io.line_index import remembered
 from transferry.runtime.io.lines import LongLine
 from transferry.runtime.jobs.formats.cells import as_text, to_json
@@ -100,7 +100,8 @@ def with_texts(layout: Layout, others: Sequence[str]) -> Layout:
         if layout.format != "jsonl" and name not in layout.names:
             known = ", ".join(layout.names)
             raise InputError(
-                f"{layout.path}: there is no column {name}; choose with --column ({known})"
+                f"{layout.path}: there is no column {name}; choose with ",
+                *(Option("column"), f" ({known})"),
             )
     columns = tuple(name for name in layout.columns if name not in others)
     has_id = layout.has_id and "id" not in others
@@ -124,11 +125,13 @@ def _text_column(
             if len(names) == 1 and format in ("tsv", "csv", "xlsx") and _SENTENCE.search(names[0]):
                 raise InputError(
                     f"{path}: expected a header, found {names[0][:60]!r}; put the column's name "
-                    "above it, or give it with --column if it is the name"
+                    "above it, or give it with ",
+                    *(Option("column"), " if it is the name"),
                 )
             return candidates[0]
         problem = "cannot tell which column holds the text"
-    raise InputError(f"{path}: {problem}; choose one with --column ({', '.join(names)})")
+    known = f" ({', '.join(names)})"
+    raise InputError(f"{path}: {problem}; choose one with ", Option("column"), known)
 
 
 class RowReader(ABC):

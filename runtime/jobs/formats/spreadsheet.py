@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any
 
 from transferry.runtime.engine.result import RowError
-from transferry.runtime.errors import InputError, from_extra
+from transferry.runtime.errors import InputError, Option, from_extra
 from transferry.runtime.io.whole import unreadable
 from transferry.runtime.jobs.formats.cells import decoded, to_json
 from transferry.runtime.jobs.formats.detection import Dialect
@@ -94,7 +94,8 @@ class SpreadsheetReader(RowReader):
             raise InputError(f"{self.file}: expected a sheet with rows, found no sheet")
         visible_one = "expected one visible sheet with rows"
         problem = visible_one if self._sheet is None else "no such sheet"
-        raise InputError(f"{self.file}: {problem}; choose one with --sheet ({', '.join(named)})")
+        known = f" ({', '.join(named)})"
+        raise InputError(f"{self.file}: {problem}; choose one with ", Option("sheet"), known)
 
 
 def _fault(cells: Sequence[Any]) -> RowError | None:

@@ -172,7 +172,8 @@ def _chosen_format(
         known = dict.fromkeys(f".{ENDINGS.get(each, each)}" for each in task.formats)
         raise UsageError(
             f"{path}: there is no output format {name}; let the name end in one of "
-            f"{', '.join(known)}, or choose with --format"
+            f"{', '.join(known)}, or choose with ",
+            Option("format"),
         )
     format = format or task.default_format
     if format not in task.formats:

@@ -183,7 +183,7 @@ def test_files_of_other_types(tmp_path: Path) -> None:
     sources, out = [tmp_path / f"{name}.parquet" for name in "abc"], tmp_path / "out.parquet"
     Job(Echo(), sources[:2], out, JobOptions()).run()
     assert parquet.read_table(out)["n"].to_pylist() == [1, 2, None, None]
-    with pytest.raises(InputError, match=r"n is int64 in the first .* add --drop n, or run a job"):
+    with pytest.raises(InputError, match=r"n is int64 in the first .* add drop n, or run a job"):
         Job(Echo(), sources, out, JobOptions(force=True)).run()
     Job(Echo(), sources, out, JobOptions(force=True, drop=("n",))).run()
     assert "n" not in parquet.read_schema(out).names

@@ -38,7 +38,7 @@ def test_a_sheet_of_excel_is_read(bundle_folder: Path, tmp_path: Path) -> None:
     assert isinstance(empty.text, RowError)
     assert beyond.text == RowError("malformed", "expected 3 columns, found 4")
     for name in (None, "more"):
-        with pytest.raises(InputError, match=r"choose one with --sheet \(Sheet1, More\)"):
+        with pytest.raises(InputError, match=r"choose one with sheet \(Sheet1, More\)"):
             open_reader(tmp_path / "two.xlsx", sheet=name)
     sheet["B3"] = "_xD800_"
     book.save(tmp_path / "two.xlsx")
@@ -52,7 +52,7 @@ def test_a_hidden_sheet_is_offered(tmp_path: Path) -> None:
     book.active.sheet_state = "hidden"
     book.create_sheet("Empty")
     book.save(tmp_path / "in.xlsx")
-    with pytest.raises(InputError, match=r"one visible sheet .* --sheet \(Sheet, Empty\)"):
+    with pytest.raises(InputError, match=r"one visible sheet .* sheet \(Sheet, Empty\)"):
         open_reader(tmp_path / "in.xlsx")
     assert open_reader(tmp_path / "in.xlsx", sheet="Sheet").layout.names == ("text",)
 

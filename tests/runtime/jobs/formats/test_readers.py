@@ -246,7 +246,7 @@ def test_which_column_is_the_text(
         written(tmp_path, "a.jsonl", json.dumps(values).encode()),
     ):
         if chosen is InputError and not (path.suffix == ".jsonl" and column):
-            with pytest.raises(InputError, match=rf"with --column \({', '.join(names)}\)"):
+            with pytest.raises(InputError, match=rf"with column \({', '.join(names)}\)"):
                 open_reader(path, column=column)
         else:
             assert texts(path, column=column) == ["no-text" if chosen is InputError else chosen]
