@@ -111,7 +111,10 @@ class Family:
         config.values = {**self.defaults, **config.values}
         for name, supported in self.only.items():
             config.only(name, *supported)
-        return self.read(config, names)
+        shape = self.read(config, names)
+        if shape.architecture != "decoder-only":  # which ignores true, and `as_reader` reads false
+            config.only("is_causal", None if shape.two_stacks else False)
+        return shape
 
 
 def modules(theirs: str, ours: str, names: Mapping[str, str]) -> dict[str, str]:

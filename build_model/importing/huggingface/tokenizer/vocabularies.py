@@ -5,6 +5,8 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from transferry.build_model.importing.huggingface import decoder_only, encoder_decoder, encoder_only
 from transferry.build_model.importing.huggingface.folder import REMEDY, PretrainedFolder
@@ -83,24 +85,48 @@ def marian_tokenizer(pretrained: PretrainedFolder, config: ModelConfig) -> AnyTo
     """Two SentencePiece models and a table of ids, or one of each side."""
     settings, folder = pretrained.tokenizer, pretrained.folder
     eos, pad = pretrained.token("eos_token_id"), pretrained.token("pad_token_id")
-    begin, end = pretrained.begin(), eos
-    kind: type[SentencePiecePair] = SentencePiecePair
-    if settings.flag("separate_vocabs", False):
-        kind = SentencePieceTables
-        path = folder / "vocab.json"
-        table = read_document(path, dict[str, int], REMEDY, most=MOST_BYTES)
-        named = str(settings.get("eos_token", "</s>"))
-        if (end := table.get(named, -1)) < 0:
-            raise InputError(f"{path}: expected an id of the end token {named}, found none")
-        if (largest := max(pad, *table.values())) >= config.source_vocabulary:
-            raise InputError(
-                f"{path}: expected ids below {config.source_vocabulary}, as many as the encoder "
-                f"embeds, found {largest}; {REMEDY}"
-            )
+    separate = settings.flag("separate_vocabs", False)
+    kind: type[SentencePiecePair] = SentencePieceTables if separate else SentencePiecePair
     require_files(folder, *kind.names)
-    special = SpecialTokens(pad_id=pad, bos_id=begin, eos_id=eos, after=(end,))
+    path = folder / "vocab.json"
+    table = read_document(path, dict[str, int], REMEDY, most=MOST_BYTES)
+    end = _end_of_sources(pretrained, path, table, None if separate else eos)
+    if separate and (largest := max(pad, *table.values())) >= config.source_vocabulary:
+        raise InputError(
+            f"{path}: expected ids below {config.source_vocabulary}, as many as the encoder "
+            f"embeds, found {largest}; {REMEDY}"
+        )
+    special = SpecialTokens(pad_id=pad, bos_id=pretrained.begin(), eos_id=eos, after=(end,))
     files = {name: read_bytes(folder / name) for name in kind.names}
     return _pair(pretrained, config, "MarianTokenizer", files, special, kind)
+
+
+def _token_texts(pretrained: PretrainedFolder) -> Mapping[str, Any]:
+    """Returns the settings of a class that reads vocab.json, among them its special tokens."""
+    settings = pretrained.tokenizer.values
+    return settings if added_tokens(pretrained) else pretrained.special_tokens.values | settings
+
+
+def _text_of(token: Any) -> Any:
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _end_of_sources(
+    pretrained: PretrainedFolder, path: Path, table: Mapping[str, int], eos: int | None
+) -> int:
+    """Returns the id of the tokenizer's end token in vocab.json.
+
+    It must be `eos`, unless that is an id of another table: else `eos` would have a text.
+    """
+    named = _text_of(_token_texts(pretrained).get("eos_token", "</s>"))
+    if not isinstance(named, str) or named not in table:
+        raise InputError(f"{path}: expected an id of the end token {named}, found none")
+    if eos not in (None, table[named]):
+        raise InputError(
+            f"{pretrained.folder}: expected eos_token_id {table[named]}, the tokenizer's {named}, "
+            f"found {eos}, which is text to the tokenizer; correct one of them"
+        )
+    return table[named]
 
 
 def _special_texts(pretrained: PretrainedFolder, name: str, size: int) -> dict[str, int]:
@@ -117,9 +143,9 @@ def _special_texts(pretrained: PretrainedFolder, name: str, size: int) -> dict[s
     path = pretrained.folder / "vocab.json"
     ids = read_document(path, dict[str, int], REMEDY, most=MOST_BYTES)
     listed = dict(added_tokens(pretrained))
-    values = settings.values if listed else pretrained.special_tokens.values | settings.values
+    values = _token_texts(pretrained)
     unknown = values.get("unk_token", UNKNOWN)
-    if (unknown.get("content") if isinstance(unknown, dict) else unknown) != UNKNOWN:
+    if _text_of(unknown) != UNKNOWN:
         settings.refuse("unk_token", unknown, f"{UNKNOWN}, whose id unknown pieces get")
     usual = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": UNKNOWN, "pad_token": "<pad>"}
     named = [text for text in usual.values() if text in ids]
@@ -131,8 +157,7 @@ def _special_texts(pretrained: PretrainedFolder, name: str, size: int) -> dict[s
             if isinstance(value, dict) and "special_tokens" in name:  # by names of their own
                 value = [*value.values()]
             named += value if isinstance(value, list) else [value]
-    texts = [each.get("content") if isinstance(each, dict) else each for each in named]
-    texts = [*listed, *(text for text in texts if isinstance(text, str))]
+    texts = [*listed, *(text for text in map(_text_of, named) if isinstance(text, str))]
     for text in texts:  # transformers numbers new ones from the size of the table on
         ids.setdefault(text, listed.get(text, len(ids)))
     if beyond := [text for text in dict.fromkeys(texts) if ids[text] >= size]:
@@ -237,6 +262,7 @@ def _m2m_tokenizer(
     table = read_document(path, dict[str, int], REMEDY, most=MOST_BYTES)
     names = pretrained.tokenizer.choice("language_codes", M2M_LANGUAGES, "m2m100")
     languages = {name: len(table) + number for number, name in enumerate(names.split())}
+    _end_of_sources(pretrained, path, table, special.eos_id)
     special = _with_languages(pretrained, special, LANGUAGE_CLASSES["M2M100Tokenizer"], languages)
     pretrained.tokenizer.get("num_madeup_words")  # ids without text
     named = {f"__{name}__": number for name, number in languages.items()}

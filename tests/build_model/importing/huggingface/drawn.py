@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -442,11 +442,16 @@ def require_equal(ours: Tensor, theirs: Tensor) -> None:
 
 @torch.inference_mode()
 def require_same_logits(ours: Transformer, theirs: Any) -> None:
+    for lengths in ([13, 6, 1], [13, 13, 13]):  # transformers drops a mask without padding
+        _require_same_logits(ours, theirs, lengths)
+
+
+def _require_same_logits(ours: Transformer, theirs: Any, lengths: Sequence[int]) -> None:
     config, architecture = ours.config, ours.config.architecture
     rows = torch.randint(0, config.source_vocabulary, (3, 13))
     rows[:, 2] = 1  # padding within a text
     target = torch.randint(3, config.vocabulary_size, (3, 9))
-    mask = torch.arange(13) < torch.tensor([13, 6, 1])[:, None]
+    mask = torch.arange(13) < torch.tensor(lengths)[:, None]
     alone = architecture == "encoder-only"
     fed: dict[str, Any] = {} if architecture == "decoder-only" else {"attention_mask": mask.long()}
     if architecture == "encoder-decoder":

@@ -76,17 +76,26 @@ def other(key: str, value: Any) -> Any:
     return 4 if value is None else value
 
 
-CASES = [(kind, key) for kind in TYPES for key in keys(kind)]
+CASES: list[tuple[str, str, Any]] = [(kind, key, ...) for kind in TYPES for key in keys(kind)]
+# Values that are taken to have no effect have none in any type.
+CASES += [
+    (kind, key, value)
+    for kind in TYPES
+    for key, values in NEUTRAL[CONFIG].items()
+    for value in values
+    if LONG or (kind, key) in (("bert", "is_causal"), ("bart", "is_causal"))
+]
 
 
-@pytest.mark.parametrize(("kind", "key"), CASES)
+@pytest.mark.parametrize(("kind", "key", "value"), CASES)
 def test_a_changed_setting_gives_their_logits_or_a_refusal(
-    kind: str, key: str, tmp_path: Path
+    kind: str, key: str, value: Any, tmp_path: Path
 ) -> None:
     usual = getattr(transformers, TYPES[kind][0]).config_class().to_dict()
 
     def rewrite(record: dict[str, Any]) -> None:
-        record[key] = other(key, record.get(key, usual.get(key)))
+        changed = other(key, record.get(key, usual.get(key)))
+        record[key] = changed if value is ... else value
 
     try:
         drawn = Drawn(kind, 0, tmp_path, rewrite=rewrite)

@@ -353,6 +353,28 @@ def test_marian_with_another_unknown_token_is_refused(form: Any, tmp_path: Path)
             TOKENIZERS["marian"](PretrainedFolder(tmp_path), shape)
 
 
+@pytest.mark.parametrize(
+    ("end", "eos", "message"),
+    [
+        ("</s>", 0, ""),
+        ("</s>", 2, r"expected eos_token_id 0, the tokenizer's </s>, found 2, which is text"),
+        ("▁the", 0, r"expected eos_token_id \d+, the tokenizer's ▁the, found 0"),
+        ({"content": "nowhere"}, 0, r"vocab.json: expected an id .* nowhere, found none"),
+        (None, 0, r"vocab.json: expected an id .* None, found none"),
+    ],
+)
+def test_marian_ends_sources_and_answers_alike(
+    end: Any, eos: int, message: str, tmp_path: Path
+) -> None:
+    size = marian_vocabulary(tmp_path)
+    ids = {"eos_token_id": eos, "pad_token_id": size - 1, "decoder_start_token_id": size - 1}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "marian", **ids}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
+    shape = ModelConfig(size + 1, 8, 2, 1, 1, 8, architecture="encoder-decoder")
+    with pytest.raises(InputError, match=message) if message else nullcontext():
+        TOKENIZERS["marian"](PretrainedFolder(tmp_path), shape)
+
+
 def test_bytes_of_byt5_are_theirs(tmp_path: Path) -> None:
     theirs = transformers.ByT5Tokenizer()
     theirs.save_pretrained(tmp_path)
