@@ -1,7 +1,7 @@
 """Greedy search, sampling and beam search over any decoder.
 
 A `Decoder` scores, a `LogitsProcessor` forbids, a `SamplingStrategy` or `BeamStrategy` chooses.
-Sentences are answered in batches, one batch after another; those that have ended leave theirs.
+The sentences of a batch are answered together; those that have ended leave it.
 A row's answer depends on that row alone: not on the other rows, their number or their order.
 """
 

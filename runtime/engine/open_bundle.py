@@ -151,8 +151,9 @@ class OpenBundle:
         if strength is not None and strength not in STRENGTHS:
             expected = ", ".join(STRENGTHS)
             raise UsageError(Option("require_certificate"), f" must be one of {expected}")
-        paths = trusted_key if isinstance(trusted_key, list | tuple) else [trusted_key or ()]
-        keys = [path_of("trusted_key", path) for path in paths if path != ()]
+        several = isinstance(trusted_key, Iterable) and not isinstance(trusted_key, str | bytes)
+        paths = trusted_key if several else filter(None, [trusted_key])
+        keys = [path_of("trusted_key", each) for each in cast("Iterable[object]", paths)]
         trusted = Trust.load(keys, require_signatures)
         bundle = Bundle.load(path_of("folder", folder))
         options = session_options(options, session)

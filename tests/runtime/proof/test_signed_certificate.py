@@ -2,6 +2,7 @@
 
 import base64
 import json
+from collections import deque
 from functools import partial
 from pathlib import Path
 
@@ -64,7 +65,7 @@ def test_a_signed_certificate_is_cited_with_its_key(plain: Path, keys: Keys) -> 
 
 def test_two_people_sign(plain: Path, keys: Keys, other: Keys, tmp_path: Path) -> None:
     def loaded(least: int) -> Engine:
-        publics = [keys[1], other[1]]
+        publics = deque([keys[1], other[1]])  # any sequence
         required = partial(Engine, plain, require_certificate="recorded")
         return required(trusted_key=publics, require_signatures=least)
 

@@ -98,7 +98,7 @@ def marian_tokenizer(pretrained: PretrainedFolder, config: ModelConfig) -> AnyTo
         )
     special = SpecialTokens(pad_id=pad, bos_id=pretrained.begin(), eos_id=eos, after=(end,))
     files = {name: read_bytes(folder / name) for name in kind.names}
-    return _pair(pretrained, config, "MarianTokenizer", files, special, kind)
+    return _pair(pretrained, config, "MarianTokenizer", table, files, special, kind)
 
 
 def _token_texts(pretrained: PretrainedFolder) -> Mapping[str, Any]:
@@ -129,7 +129,9 @@ def _end_of_sources(
     return table[named]
 
 
-def _special_texts(pretrained: PretrainedFolder, name: str, size: int) -> dict[str, int]:
+def _special_texts(
+    pretrained: PretrainedFolder, name: str, table: Mapping[str, int], size: int
+) -> dict[str, int]:
     """Returns the special tokens of tokenizer_config.json by their texts, with their ids.
 
     Those are tokens of their own in a text for transformers, and text for SentencePiece.
@@ -140,9 +142,7 @@ def _special_texts(pretrained: PretrainedFolder, name: str, size: int) -> dict[s
     settings = pretrained.tokenizer
     names = (name, f"{name}Fast", "PythonBackend", "PythonBackendFast")
     settings.choice("tokenizer_class", dict.fromkeys(names), name)
-    path = pretrained.folder / "vocab.json"
-    ids = read_document(path, dict[str, int], REMEDY, most=MOST_BYTES)
-    listed = dict(added_tokens(pretrained))
+    ids, listed = dict(table), dict(added_tokens(pretrained))
     values = _token_texts(pretrained)
     unknown = values.get("unk_token", UNKNOWN)
     if _text_of(unknown) != UNKNOWN:
@@ -175,12 +175,13 @@ def _pair(
     pretrained: PretrainedFolder,
     config: ModelConfig,
     name: str,
+    table: Mapping[str, int],
     files: Mapping[str, bytes],
     special: SpecialTokens,
     kind: type[SentencePiecePair] = SentencePiecePair,
 ) -> AnyTokenizer:
     settings = pretrained.tokenizer
-    texts = _special_texts(pretrained, name, config.source_vocabulary)
+    texts = _special_texts(pretrained, name, table, config.source_vocabulary)
     special = dataclasses.replace(special, texts=texts)
     made = _third_party(kind, files, special, config, str(pretrained.folder))
     assert isinstance(made, SentencePiecePair)
@@ -269,7 +270,7 @@ def _m2m_tokenizer(
     pieces = read_bytes(folder / M2M_PIECES, MOST_BYTES)
     files = {"source.spm": pieces, "target.spm": pieces}
     files["vocab.json"] = json.dumps(table | named, ensure_ascii=False).encode()
-    return _pair(pretrained, config, "M2M100Tokenizer", files, special)
+    return _pair(pretrained, config, "M2M100Tokenizer", table, files, special)
 
 
 def decoder_tokenizer(pretrained: PretrainedFolder, config: ModelConfig) -> AnyTokenizer:
