@@ -102,9 +102,9 @@ def check_value(name: str, value: object, kind: Any) -> Any:
 
 
 def path_of(name: str, value: object) -> Path:
-    """Returns a path; raises UsageError for another type, or a NUL."""
+    """Returns a path; raises UsageError for another type, an empty text or a NUL."""
     text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
-    if not isinstance(text, str) or "\0" in text:
+    if not isinstance(text, str) or not text or "\0" in text:
         raise UsageError(Option(name), f" must be a path, found {shown(value)}")
     return Path(text)
 

@@ -362,7 +362,7 @@ def _engine_loader(options: Mapping[str, Any]) -> Callable[[], Engine]:
         device_ids=devices,
         batches=batch_options(rows),
         require_certificate=options["require_certificate"] or False,
-        trusted_key=trusted_key,
+        trusted_key=trusted_key or None,
         require_signatures=options["require_signatures"],
         special_tokens=options["special_tokens"],
     )

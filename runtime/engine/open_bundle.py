@@ -141,19 +141,22 @@ class OpenBundle:
             ProviderError: The provider cannot run here.
             UsageError: An option is out of range, or there is no such variant.
         """
-        if trusted_key and not require_certificate:
+        if trusted_key is not None and not require_certificate:
             told = Option("trusted_key"), " has no effect without ", Option("require_certificate")
             raise UsageError(*told)
-        least = "checkpoint" if require_certificate is True else require_certificate or None
+        least = "checkpoint" if require_certificate is True else require_certificate
         require_type("options", options, SessionOptions | None)
         require_type("variant", variant, str | None)
-        strength = cast("Strength | None", FORMER.get(str(least), least))
-        if strength is not None and strength not in STRENGTHS:
+        named = FORMER.get(str(least), least)
+        strength = None if named in (None, False) else cast("Strength", named)
+        if strength not in (None, *STRENGTHS):
             expected = ", ".join(STRENGTHS)
             raise UsageError(Option("require_certificate"), f" must be one of {expected}")
         several = isinstance(trusted_key, Iterable) and not isinstance(trusted_key, str | bytes)
-        paths = trusted_key if several else filter(None, [trusted_key])
-        keys = [path_of("trusted_key", each) for each in cast("Iterable[object]", paths)]
+        paths = cast("Iterable[object]", trusted_key if several else [trusted_key])
+        keys = [] if trusted_key is None else [path_of("trusted_key", each) for each in paths]
+        if trusted_key is not None and not keys:
+            raise UsageError(Option("trusted_key"), " is empty; name a public key, or leave it out")
         trusted = Trust.load(keys, require_signatures)
         bundle = Bundle.load(path_of("folder", folder))
         options = session_options(options, session)

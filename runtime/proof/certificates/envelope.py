@@ -52,7 +52,7 @@ class _Envelope(Struct, rename="camel"):
 
 class _File(Struct, rename="camel", kw_only=True, omit_defaults=True):
     media_type: str = ""
-    verification_material: dict[str, Any] = {}
+    verification_material: dict[str, dict[str, Any]] = {}
     dsse_envelope: _Envelope
 
 
@@ -91,7 +91,8 @@ class Envelope:
         """
         if self.signers([key.public]):
             return self
-        material = json.loads(self.content)["verificationMaterial"] if self.signatures else {}
+        found = json.loads(self.content).get("verificationMaterial", {})
+        material = found if self.signatures else {}
         hint = material.get("publicKey", {}).get("hint") or key.public.hint
         added = (key.public.key_id, key.sign(pae(self.payload)))
         return self._of(self.payload, (*self.signatures, added), hint)
@@ -184,8 +185,8 @@ class _Subject(Struct, kw_only=True):
 
 
 class _Serialization(Struct):
-    method: str = "files"
-    hash_type: str = "sha256"
+    method: Literal["files"] = "files"
+    hash_type: Literal["sha256"] = "sha256"
     allow_symlinks: bool = False
     ignore_paths: tuple[str, ...] = (FOLDER,)
 

@@ -190,8 +190,9 @@ def sign(
             path = bundle.folder / FOLDER / name
             with atomic_file(path) as file:
                 file.write(envelope.content)
-            signers = [key_id for key_id, _ in envelope.signatures]
-            signed.append(Certificate.of(envelope, str(path), ", ".join(signers)))
+            # The ids in the file are claims.
+            signers = envelope.signers([*(trusted.keys if trusted else ()), key.public])
+            signed.append(Certificate.of(envelope, str(path), ", ".join(dict.fromkeys(signers))))
     if not signed:
         told = f" for variant {variant}" if variant else ""
         raise InputError(

@@ -144,6 +144,16 @@ def test_what_is_no_envelope_is_refused(changes: dict[str, Any]) -> None:
         tampered(Envelope.seal(statement(FILES, REPORT)), **changes)
 
 
+def test_the_hint_of_a_first_signature_may_be_absent(tmp_path: Path) -> None:
+    first, second = (load_private_key(key_files(tmp_path, *each)[0]) for each in (("a",), ("b", 7)))
+    record = json.loads(Envelope.seal(statement(FILES, REPORT), first).content)
+    del record["verificationMaterial"]
+    both = Envelope.parse(json.dumps(record).encode()).signed(second)
+    assert len(both.signatures) == 2
+    with pytest.raises(ValueError, match=r"got `null` - at `\$\.verificationMaterial"):
+        Envelope.parse(json.dumps({**record, "verificationMaterial": {"publicKey": None}}).encode())
+
+
 @pytest.fixture
 def signed_bundle(bundle_folder: Path, tmp_path: Path) -> tuple[Path, Path, Path]:
     """A bundle with two certificates, the signed one, and the public key."""

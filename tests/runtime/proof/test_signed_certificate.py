@@ -5,6 +5,7 @@ import json
 from collections import deque
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -94,6 +95,33 @@ def test_two_people_sign(plain: Path, keys: Keys, other: Keys, tmp_path: Path) -
     remake_manifest(plain)
     with pytest.raises(InputError, match=r"decoder\.onnx is not the file that was verified"):
         sign(Bundle.load(plain), load_private_key(key_files(tmp_path, "third", 11)[0]))
+
+
+def test_a_signature_that_is_not_checked_is_not_said_to_be_anybodys(
+    plain: Path, keys: Keys, other: Keys
+) -> None:
+    certified(plain)
+    record = json.loads(file_of(plain).read_bytes())
+    claimed = {"keyid": load_public_key(keys[1]).key_id, "sig": "AAAA"}
+    record["dsseEnvelope"]["signatures"] = [claimed]
+    file_of(plain).write_text(json.dumps(record), encoding="utf-8")
+    (signed,) = sign(Bundle.load(plain), load_private_key(other[0]))
+    assert signed.signature() == f"signed by {load_public_key(other[1]).key_id}"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"require_certificate": True, "trusted_key": []},
+        {"require_certificate": True, "trusted_key": ""},
+        {"require_certificate": False, "trusted_key": []},
+        {"require_certificate": ""},
+    ],
+)
+def test_an_empty_setting_requires_no_less(plain: Path, settings: dict[str, Any]) -> None:
+    certified(plain)
+    with pytest.raises(UsageError, match=r"trusted_key|require_certificate"):
+        Engine(plain, **settings)
 
 
 @pytest.mark.parametrize("what", ["payload", "signature"])
