@@ -1,8 +1,8 @@
 """An imported model before its tensors are copied, and its summary for the user."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from transferry.build_model.importing.huggingface.weights import Converted
@@ -30,6 +30,7 @@ class Imported:
         unused: Lines on the settings without effect.
         head: Task, labels and prompts of the head of an encoder-only model; None without one.
         card: Name, licence and origin of the model.
+        in_force: Settings of the tokenizer in transformers, some without effect here.
     """
 
     kind: str
@@ -42,6 +43,7 @@ class Imported:
     unused: Sequence[str] = ()
     head: HeadSettings | None = None
     card: ModelCard = UNKNOWN
+    in_force: Mapping[str, Any] = field(default_factory=dict)
 
     def to_text(self) -> str:
         """Summary for the user."""

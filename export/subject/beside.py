@@ -39,7 +39,6 @@ GROUPS: Mapping[str, Sequence[str]] = {
     ),
     "preprocessor": ("preprocessor_config.json",),
 }
-OF_TRANSFORMERS = ("split_special_tokens", "padding_side")  # change ids or positions there alone
 MOST_SHOWN = 3
 SPACED = "Is it 's ? No , it is n't !  Yes ."  # whose blanks some settings remove
 REMEDY = "write it again"
@@ -111,13 +110,7 @@ class Beside:
         if group != "tokenizer":
             return "equal", problems
         texts, first = compared_texts(found.tokenizer, expected.tokenizer, self.texts)
-        theirs, ours = (
-            {"split_special_tokens": False, **_settings(each / TOKENIZER_CONFIG)}
-            for each in (self.folder, self.reference)
-        )
-        ours = {name: ours[name] for name in OF_TRANSFORMERS if name in ours}
-        problems += [*_differences(theirs, ours, both=True), *_lacked(found, expected)]
-        return f"{texts:,} texts equal", [*first, *problems]
+        return f"{texts:,} texts equal", [*first, *problems, *_lacked(found, expected)]
 
 
 def beside_graphs(graphs: Path, reference: Path, texts: Sequence[str]) -> Beside:
@@ -199,6 +192,7 @@ def _facts(imported: Imported) -> dict[str, Any]:
         **{f"generation: {name}": value for name, value in generation.items()},
         **{f"special tokens: {k}": v for k, v in asdict(imported.tokenizer.special).items()},
         **{f"chat template: {name}": value for name, value in named.items()},
+        **imported.in_force,
     }
 
 

@@ -23,6 +23,13 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS = "special_tokens_map.json"
 
 REMEDY = DAMAGED
+# Settings of a tokenizer in transformers that its ids do not show, with the usual values.
+IN_FORCE: Mapping[str, Any] = {
+    "truncation_side": "right",
+    "padding_side": "right",
+    "split_special_tokens": False,
+    "model_input_names": ["input_ids", "attention_mask"],
+}
 # Sizes of lists that are made before the shape of a model is checked.
 MOST_SIZE = 1 << 24
 # Where a checkpoint may be within the folder of a training or of a download.
@@ -159,8 +166,8 @@ class PretrainedFolder:
         text_notes: A note on the parts that read images; set by `tensors`.
         notes: Differences of the tokenizer from its files, for the summary.
         segments: Of the tokens of a pair of texts, as the tokenizer numbers them; set by it.
-        side: Side at which texts are cut where tokenizer_config.json names none; set by the
-            tokenizer.
+        in_force: Settings of the tokenizer in transformers, which its class or its files decide;
+            set by the tokenizer.
         padded: Tokens that the tokenizer puts after a text and that no head reads; set by it.
         pairs: Whether the chat template joins pairs of texts; set by the importer.
         images: Names of the parts that read images, as tensors begin; set by `take_text`.
@@ -182,7 +189,8 @@ class PretrainedFolder:
         self.notes: list[str] = []
         self.text_notes: list[str] = []
         self.segments: list[int] = []
-        self.side = "right"
+        values = self.tokenizer.values
+        self.in_force = {name: values.get(name) or usual for name, usual in IN_FORCE.items()}
         self.padded = 0
         self.pairs = False
         self.images: tuple[str, ...] = ()

@@ -129,7 +129,7 @@ def read_pretrained(
     notes += [f"tokenizer: {note}" for note in pretrained.notes] + _look_alikes(tokenizer)
     unused = _without_effect(folder, pretrained, sentence, shape, left)
     found = (kind, shape, weights, tokenizer, generation, left_out)
-    return Imported(*found, notes, unused, head)
+    return Imported(*found, notes, unused, head, in_force=pretrained.in_force)
 
 
 def _adapter(folder: Path, given: Path | None) -> Adapter | None:
@@ -250,6 +250,7 @@ def _with_cuts(
 ) -> SpecialTokens:
     """Adds how `truncation=True` of transformers cuts texts; sentence-transformers has a length."""
     settings, sides = pretrained.tokenizer, {"left": True, "right": False}
+    usual = pretrained.in_force["truncation_side"]
     longest = settings.number("model_max_length", settings.number("max_len", MOST))
     if longest < (least := 1 + pretrained.padded):
         settings.refuse("model_max_length", longest, f"at least {least}")
@@ -257,7 +258,7 @@ def _with_cuts(
     return replace(
         special,
         longest=0 if unlimited else int(longest) - pretrained.padded,
-        keeps_end=settings.choice("truncation_side", sides, pretrained.side),
+        keeps_end=settings.choice("truncation_side", sides, usual),
     )
 
 

@@ -129,6 +129,14 @@ FAULTS: dict[str, tuple[str, str, Change, str]] = {
         *("marian", "tokenizer_config.json", lambda c: c.update(split_special_tokens=True)),
         "tokenizer",
     ),
+    "side of padding": (
+        *("llama", "tokenizer_config.json", lambda c: c.update(padding_side="right")),
+        "tokenizer",
+    ),
+    "no segments": (
+        *("bert", "tokenizer_config.json"),
+        *(lambda c: c.update(model_input_names=["input_ids", "attention_mask"]), "tokenizer"),
+    ),
     "token that Marian lacks": (
         *("marian", "tokenizer_config.json"),
         *(lambda c: c.update(extra_special_tokens={"x": "hello"}), "tokenizer"),

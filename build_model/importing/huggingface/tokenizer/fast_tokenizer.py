@@ -18,7 +18,12 @@ from typing import Annotated, Any, Self
 from msgspec import Meta
 from tokenizers import AddedToken, Tokenizer, decoders, normalizers, processors
 
-from transferry.build_model.importing.huggingface.folder import REMEDY, PretrainedFolder, Settings
+from transferry.build_model.importing.huggingface.folder import (
+    IN_FORCE,
+    REMEDY,
+    PretrainedFolder,
+    Settings,
+)
 from transferry.runtime.errors import InputError, TransferryError, UsageError, install_command
 from transferry.runtime.io.documents import read_document
 from transferry.runtime.io.whole import MOST_BYTES, read_bytes
@@ -196,7 +201,7 @@ def _made(pretrained: PretrainedFolder, content: bytes | None, origin: str) -> F
         _keep_special(made, file)
         _tell_unknown(pretrained, theirs, record["model"])
     notes = [] if file is None else _differences(made, file, name)
-    pretrained.side = theirs.truncation_side
+    pretrained.in_force = {name: getattr(theirs, name) for name in IN_FORCE}
     _clean_up(pretrained, made)
     _lower(pretrained, made)
     names = {key: str(text) for key, text in theirs._special_tokens_map.items() if text is not None}

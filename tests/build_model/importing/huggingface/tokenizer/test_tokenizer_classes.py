@@ -212,7 +212,7 @@ def test_ids_and_texts_are_those_of_the_class(kind: str, seed: int, tmp_path: Pa
     require_their_tokens(ours, theirs, TEXTS)
     if settings["tokenizer_class"] != AS_IT_IS:
         require_uncut(ours)
-    assert checkpoint.side == theirs.truncation_side
+    assert checkpoint.in_force["truncation_side"] == theirs.truncation_side
 
 
 AS_IT_IS = "PreTrainedTokenizerFast"
