@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from transferry.runtime.errors import InputError, Option, UsageError
 from transferry.runtime.io.lines import decode_line, read_lines, read_raw_lines
+from transferry.runtime.io.whole import reason
 from transferry.runtime.tokenizer.byte_pair import SpecialTokens, Tokenizer
 
 MAX_CHARACTERS = 10_000
@@ -142,7 +143,8 @@ def read_pair_file(path: Path, *, skip_bad: bool = False) -> tuple[list[Sentence
         try:
             sides = parse(_decode(line, path, number))
         except ValueError as error:
-            raise BadPair("malformed", f"{path}, line {number}: {error}.") from error
+            told = f"{path}, line {number}: {reason(error)}."
+            raise BadPair("malformed", told) from error
         return SentencePair(*(_check(side, path, number) for side in sides))
 
     return _sift(read_raw_lines(path), pair, skip_bad, str(path))

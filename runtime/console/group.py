@@ -327,9 +327,12 @@ class Commands(click.Group):
             with _as_failures():
                 return super().invoke(context)
         except TransferryError as error:
-            command = self.get_command(context, str(context.invoked_subcommand))
-            options = [each for each in (command.params if command else ()) if each.opts]
-            message = error.worded({str(each.name): each.opts[-1] for each in options})
+            # `merge` tells of options of `run`.
+            commands = ("run", str(context.invoked_subcommand))
+            known = filter(None, (self.get_command(context, name) for name in commands))
+            options = [each for command in known for each in command.params if each.opts]
+            names = {str(each.name): each.opts[-1] for each in options}
+            message = error.worded({**names, "output": names.get("out", "output")})
             raise Failure(message, error.exit_code) from error
         except ModuleNotFoundError as error:
             if str(error.name).partition(".")[0] == "transferry":

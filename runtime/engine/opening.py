@@ -123,8 +123,8 @@ def covered(
     most = min(certificate.batch_rows for certificate in required)
     if batches is not None and batches.rows > most:
         raise ParityError(
-            f"batches of {batches.rows} rows were not verified, of {most} at most: lower "
-            f"--batch-rows, or verify with --batch-rows {batches.rows}"
+            f"batches of {batches.rows} rows were not verified, of {most} at most: lower ",
+            *(Option("batch_rows"), f", or verify with --batch-rows {batches.rows}"),
         )
     batches = batches or default
     return replace(batches, rows=min(batches.rows, most))

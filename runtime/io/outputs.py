@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from transferry.runtime.errors import UsageError
+from transferry.runtime.errors import Option, UsageError
 from transferry.runtime.io.atomic import unwritable
 
 STANDARD_STREAM = Path("-")
@@ -68,7 +68,8 @@ def require_own(path: Path, foreign: Callable[[Path], str]) -> None:
 def require_new(out: Path, foreign: Callable[[Path], str], *, force: bool) -> None:
     """Raises UsageError for a folder that exists, with `force` as `require_own`."""
     if out.exists() and not force:
-        raise UsageError(f"{out} exists already; add --force to replace it, or name another folder")
+        told = f"{out} exists already; add "
+        raise UsageError(told, Option("force"), " to replace it, or name another folder")
     require_own(out, foreign)
 
 

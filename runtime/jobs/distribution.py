@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias, cast
 
 from transferry.runtime.engine.engine import Engine
-from transferry.runtime.errors import InputError, TransferryError, UsageError
+from transferry.runtime.errors import InputError, Option, TransferryError, UsageError
 from transferry.runtime.io.atomic import durable_file, sync_folder
 from transferry.runtime.io.folders import replace_folder
 from transferry.runtime.jobs.chunk_folder import INPUT, ChunkFolder
@@ -232,8 +232,8 @@ class Distribution:
         self._places.pop(chunk.first, None)
         return chunk if self._plan.finished(worker, chunk.rows) else None
 
-    def _fail(self, message: str) -> None:
-        self._failed.append(InputError(message))
+    def _fail(self, *parts: str) -> None:
+        self._failed.append(InputError(*parts))
 
     def _note_lost(self, call: Call) -> None:
         """Takes back the chunks of a worker that has died; Ray starts another in its place."""
@@ -243,7 +243,8 @@ class Distribution:
             self._fail(
                 f"{MOST_TRIES} workers went down, one after the other, at rows {call.first + 1} to "
                 f"{call.first + rows}. Look for what is wrong with these, or find it by running "
-                "the job again with fewer --chunk-rows"
+                "the job again with fewer ",
+                Option("chunk_rows"),
             )
         elif self._starts[worker] >= MOST_TRIES:
             self._fail(
@@ -349,11 +350,14 @@ class Worker:
 
     def open(self) -> Exception | None:
         """Opens the job; returns the error where that fails, since Ray passes on its text only."""
+        told = f"the worker on {socket.gethostname()}: "
         try:
             self._job = Job(self._load(), *self._opened)
             require_same_job(self._job)
-        except (TransferryError, OSError) as error:
-            return type(error)(f"the worker on {socket.gethostname()}: {error}")
+        except TransferryError as error:
+            return type(error)(told, *error.parts)
+        except OSError as error:
+            return type(error)(f"{told}{error}")
         return None
 
     def progress(self) -> int:
@@ -425,7 +429,7 @@ def require_same_job(job: Job) -> None:
         )
     common = {setting: former.get(setting) for setting in job.fingerprint}
     if changes := differences(common, job.fingerprint):
-        raise InputError(f"its settings differ from the job's: {'; '.join(changes)}")
+        raise InputError("its settings differ from the job's: ", *changes)
 
 
 def steady_files(job: Job) -> list[Steady]:

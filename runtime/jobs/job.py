@@ -142,7 +142,8 @@ class Job:
         )
         if (task := reader.layout.task) and options.task not in (None, task):
             raise UsageError(
-                f"{reader.layout.path} asks for task {task}, not {options.task}; add --task {task}"
+                f"{reader.layout.path} asks for task {task}, not {options.task}; add ",
+                *(Option("task"), f" {task}"),
             )
         if options.target is None:
             return reader, None
@@ -380,7 +381,8 @@ class Job:
         if hash_rows(rows) != (chunk.rows, chunk.source_sha256):
             raise InputError(
                 f"{self.layout.path} has changed: rows {chunk.first + 1} to "
-                f"{chunk.first + chunk.rows} are not those that were computed. {RESTORE}"
+                f"{chunk.first + chunk.rows} are not those that were computed. ",
+                *RESTORE,
             )
 
     def results(
@@ -484,17 +486,15 @@ class Job:
     def _finished(self, record: dict[str, Any]) -> Summary:
         """Returns the summary of the existing output, which this job must have written."""
         refusal = f"{self.output if self.remote is None else self.remote.folder} exists already"
-        remedy = "add --force to replace it"
+        remedy = "; add ", Option("force"), " to replace it"
         if changes := differences(record["fingerprint"], self.fingerprint):
-            named = (change.partition(" was ") for change in changes)
-            parts = [part for name, *rest in named for part in (Option(name), *rest, "; ")]
-            raise UsageError(f"{refusal}, and ", *parts, remedy)
+            raise UsageError(f"{refusal}, and ", *changes, *remedy)
         rows, first, hashes = self.rows(*self.row_range), self.row_range[0], list[str]()
         while (found := hash_rows(islice(rows, self.chunk_rows(first))))[0]:
             first += found[0]
             hashes.append(found[1])
         if hash_of_hashes(hashes) != record.get("source_sha256"):
-            raise UsageError(f"{refusal}, and {self.layout.path} has changed since; {remedy}")
+            raise UsageError(f"{refusal}, and {self.layout.path} has changed since", *remedy)
         summary = Summary.from_dict(record)
         summary.finished_before = True
         return summary

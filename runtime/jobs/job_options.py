@@ -195,5 +195,6 @@ class RayOptions:
         if self.engine == "plain":
             for name in ("ray_address", "workers"):
                 if getattr(self, name) is not None:
-                    raise UsageError(Option(name), " has no effect without Ray; add --engine ray")
+                    told = " has no effect without Ray; add "
+                    raise UsageError(Option(name), told, Option("engine"), " ray")
         require(self.workers is None or self.workers >= 1, "workers", "at least 1", self.workers)

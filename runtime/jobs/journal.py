@@ -31,7 +31,7 @@ from typing import Any, BinaryIO, NamedTuple, Self
 import msgspec
 from filelock import FileLock, Timeout
 
-from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.errors import InputError, Option, UsageError
 from transferry.runtime.io.atomic import TEMPORARY, durable_file, sync_folder
 from transferry.runtime.io.documents import decode, read_document
 from transferry.runtime.io.whole import open_regular, sha256
@@ -278,7 +278,8 @@ class Journal:
                 raise InputError(
                     f"{self.folder} was begun by another version of transferry: expected job "
                     f"format {fingerprint.get('job_format')}, found {found or 1}. Finish it with "
-                    "that version, or add --force to start anew"
+                    "that version, or add ",
+                    *(Option("force"), " to start anew"),
                 )
         elif former is not None:
             note = self.read()
@@ -288,8 +289,9 @@ class Journal:
                 return note
             if len(self.chunks) and not force:
                 raise InputError(
-                    f"{self.folder} holds {self.rows} rows of a job with other settings: "
-                    f"{'; '.join(changes)}. Finish it with those, or add --force to start anew"
+                    f"{self.folder} holds {self.rows} rows of a job with other settings: ",
+                    *(*changes, ". Finish it with those, or add ", Option("force")),
+                    " to start anew",
                 )
         self.clear()
         with self.journal.open("xb") as file:
@@ -388,7 +390,7 @@ def told_lost(chunks: int) -> str:
 
 
 def differences(former: Fingerprint, now: Fingerprint) -> list[str]:
-    """Lists the settings in which two jobs differ, each as "NAME was …, is …"."""
+    """Returns parts of a message on the settings in which two jobs differ; [] if in none."""
 
     def of(job: Fingerprint, name: str) -> Any:
         value = job.get(name)
@@ -397,11 +399,9 @@ def differences(former: Fingerprint, now: Fingerprint) -> list[str]:
     if former.get("job_format") != (expected := now.get("job_format")):
         found = former.get("job_format", 1)
         return [f"job format was {found}, is {expected} in this version of transferry"]
-    return [
-        f"{name} was {of(former, name)}, is {of(now, name)}"
-        for name in {**former, **now}
-        if of(former, name) != of(now, name)
-    ]
+    changed = [name for name in {**former, **now} if of(former, name) != of(now, name)]
+    found = ((Option(name), f" was {of(former, name)}, is {of(now, name)}") for name in changed)
+    return [part for each in found for part in ("; ", *each)][1:]
 
 
 def hash_of_hashes(hashes: Iterable[str]) -> str:

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Self, get_args
 
 from transferry.runtime.engine.tasks.task import OutputFormat
-from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.errors import InputError, Option, UsageError
 from transferry.runtime.io.atomic import atomic_file, require_writable, standard_output
 from transferry.runtime.io.documents import read_document
 from transferry.runtime.io.folders import staged_folder
@@ -77,7 +77,8 @@ class _Partition:
         if partition is None and isinstance(path, Path) and path.is_dir():
             return cls(path, 1, 1, fingerprint, record)
         if partition is None:
-            raise InputError(f"{path} is not a partition: its job ran without --partition")
+            told = f"{path} is not a partition: its job ran without "
+            raise InputError(told, Option("partition"))
         number, count = fraction(partition)
         rows, place = fingerprint.pop("rows", None), fingerprint.pop("bytes", None)
         rows = rows if place is None else None
@@ -93,8 +94,8 @@ class _Partition:
         first, last = self.rows or (0, self.record["rows"])
         if hash_output(self.path) != self.record["sha256"] or self.record["rows"] != last - first:
             raise InputError(
-                f"{self.path} has changed since its job wrote it; copy it again, or run "
-                f"--partition {self.number}/{self.count} again"
+                f"{self.path} has changed since its job wrote it; copy it again, or run ",
+                *(Option("partition"), f" {self.number}/{self.count} again"),
             )
 
     @property
@@ -144,7 +145,8 @@ def merge(
     if isinstance(out, RemoteFile):
         return _upload([*map(_read, paths)], RemoteOutput(RemoteFolder(out.url)), force=force)
     if keep_parts and out == STANDARD_STREAM:
-        raise UsageError("--keep-parts leaves a folder, and - is standard output; name the folder")
+        told = " leaves a folder, and - is standard output; name the folder"
+        raise UsageError(Option("keep_parts"), told)
     what, read = "one of the partitions", [*paths, *map(beside, paths)]
     check_output(out, read, "merge", force=force, what=what)
     if out != STANDARD_STREAM:
@@ -155,7 +157,7 @@ def merge(
         require_own(out, lambda path: foreign_output(path, "merge"))
         former = read_summary(out) or {}
         if former.get("merged") != hashes:
-            raise UsageError(f"{out} exists already; add --force to replace it")
+            raise UsageError(f"{out} exists already; add ", Option("force"), " to replace it")
         return replace(Summary.from_dict(former), finished_before=True)
     if out != STANDARD_STREAM:
         _require_fitting(out, partitions[0], keep_parts=keep_parts)
@@ -278,7 +280,8 @@ def _upload(partitions: Sequence[_Partition], output: RemoteOutput, *, force: bo
     if former is not None and former.get("merged") == summary.made["merged"]:
         return replace(Summary.from_dict(former), finished_before=True)
     if former is not None:
-        raise UsageError(f"{output.folder} exists already; add --force to replace it")
+        told = f"{output.folder} exists already; add "
+        raise UsageError(told, Option("force"), " to replace it")
 
     def texts(digest: str) -> dict[str, str]:
         summary.made["sha256"] = digest
@@ -323,12 +326,11 @@ def _complete(partitions: Sequence[_Partition]) -> list[_Partition]:
         if (first.bytes is None) != (other.bytes is None):
             raise InputError(
                 f"{first.path} and {other.path} are not partitions of the same kind; run all of "
-                "them with the same --partition-by"
+                "them with the same ",
+                Option("partition_by"),
             )
         if changes := differences(first.fingerprint, other.fingerprint):
-            raise InputError(
-                f"{first.path} and {other.path} are not of the same job: {'; '.join(changes)}"
-            )
+            raise InputError(f"{first.path} and {other.path} are not of the same job: ", *changes)
     by_number: dict[int, _Partition] = {}
     for partition in partitions:
         if (twin := by_number.setdefault(partition.number, partition)) is not partition:
@@ -346,7 +348,8 @@ def _complete(partitions: Sequence[_Partition]) -> list[_Partition]:
         if begin != where[1]:
             raise InputError(
                 f"{partition.path} begins at {where[0]} {begin}, expected {where[0]} {where[1]}; "
-                "run all partitions of one input, with the same --partition-by"
+                "run all partitions of one input, with the same ",
+                Option("partition_by"),
             )
         if partition.bytes:
             byte, rows = partition.bytes[1], [row, row + partition.record["rows"]]

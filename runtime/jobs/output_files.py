@@ -18,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.errors import InputError, Option, UsageError
 from transferry.runtime.io.atomic import durable_file
 from transferry.runtime.io.outputs import STANDARD_STREAM, foreign_file, require_apart, require_own
 from transferry.runtime.jobs.formats.remote_file import RemoteFile, RemoteFolder, is_url
@@ -191,8 +191,8 @@ class RemoteOutput:
             return self.record(own)
         if not force and (others or (kin and self._differs(kin[0], fingerprint))):
             raise UsageError(
-                f"{self.folder} holds the output of another job; add --force to replace it, or "
-                "name another"
+                f"{self.folder} holds the output of another job; add ",
+                *(Option("force"), " to replace it, or name another"),
             )
         return None
 
@@ -212,9 +212,8 @@ class RemoteOutput:
         try:
             found = json.loads(self.folder.read(name))
         except ValueError as error:
-            raise InputError(
-                f"{self.folder}/{name} is damaged; add --force to replace it"
-            ) from error
+            told = f"{self.folder}/{name} is damaged; add "
+            raise InputError(told, Option("force"), " to replace it") from error
         return found if isinstance(found, dict) else {}
 
     def publish(

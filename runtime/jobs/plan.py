@@ -10,7 +10,7 @@ from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, cast
 
-from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.errors import InputError, Option, UsageError
 from transferry.runtime.io.atomic import durable_file
 from transferry.runtime.io.outputs import STANDARD_STREAM
 from transferry.runtime.io.whole import sha256
@@ -22,7 +22,7 @@ from transferry.runtime.jobs.journal import Journal
 from transferry.runtime.jobs.output_files import LINES
 from transferry.runtime.jobs.summary import Summary, Tally
 
-RESTORE = "Restore it, or add --force to discard the saved rows"
+RESTORE = ("Restore it, or add ", Option("force"), " to discard the saved rows")
 # Chunks that wait, since a worker died of them, until all others are handed out.
 _MOST_TRIED = 4
 # Spans of a worker if all were of the length of the first: factoring (Hummel et al. 1992).
@@ -141,7 +141,8 @@ class Runner:
         for chunk in journal.chunks:
             job.require_unchanged(chunk, islice(rows, chunk.rows))
         if journal.is_complete(job.chunk_rows) and next(rows, None) is not None:
-            raise InputError(f"{job.layout.path} has grown since its end was computed. {RESTORE}")
+            told = f"{job.layout.path} has grown since its end was computed. "
+            raise InputError(told, *RESTORE)
         summary.saved = journal.rows
         for chunk in journal.chunks:
             add(chunk)

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from transferry.runtime.engine.engine import Engine
-from transferry.runtime.errors import LOG, InputError, UsageError, from_extra
+from transferry.runtime.errors import LOG, InputError, Option, UsageError, from_extra
 from transferry.runtime.hardware import usable_cores
 from transferry.runtime.jobs.distribution import LOST, Call, ChunkRunner, Worker
 from transferry.runtime.jobs.formats.remote_file import RemoteFile
@@ -73,7 +73,8 @@ def ray_job(
     if str(output) == "-" or any(map(reads_once, (*sources, options.target))):
         raise UsageError(
             "workers of Ray share files, not standard input, output or pipes; name a file, and a "
-            "folder with --out"
+            "folder with ",
+            Option("output"),
         )
     if remote_output(output) is None:
         output = Path(output).absolute()  # type: ignore[arg-type]
@@ -187,7 +188,9 @@ class RayRunner(ChunkRunner):
             needed = f"{counted(cores, 'CPU')}{' and a GPU' if gpus else ''}"
             raise UsageError(
                 f"the Ray cluster has room for {counted(room, 'worker')} of {needed}, not for "
-                f"{wanted or 1}; lower --workers, --replicas or --threads, or add machines"
+                f"{wanted or 1}; lower ",
+                *(Option("workers"), ", ", Option("replicas"), " or ", Option("threads")),
+                ", or add machines",
             )
         return wanted or room
 
@@ -389,6 +392,6 @@ def import_ray() -> Any:
     """Returns ray, raises UsageError where it is not installed."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    with from_extra("ray", "--engine ray needs Ray"):
+    with from_extra("ray", Option("engine"), " ray needs Ray"):
         import ray
     return ray

@@ -354,8 +354,9 @@ class AnyTokenizer(ABC):
         """Returns the chat template; raises UsageError without it or without jinja2."""
         if self.chat is None:
             raise UsageError(
-                "the bundle has no chat template; leave out --chat and --messages, or import a "
-                "folder with a chat_template.jinja and a tokenizer.json, and export it"
+                *("the bundle has no chat template; leave out ", Option("chat"), " and "),
+                *(Option("messages"), ", or import a folder with a chat_template.jinja and a "),
+                "tokenizer.json, and export it",
             )
         require_jinja()
         return self.chat

@@ -133,6 +133,8 @@ def test_partitions_are_merged(bundle_folder: Path, lines: Path, tmp_path: Path)
     merged = done("merge", *reversed(parts), "-o", out)
     assert merged.stderr.startswith("300 rows in ")
     assert out.read_bytes() == whole.read_bytes()
+    fails(3, "its job ran without --partition", "merge", whole, "-o", out)
+    fails(2, "name another --out or --format", "run", bundle_folder, lines, "-o", "new.npy")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Options that no command takes: refused before any work, in words that name them."""
 
+import ast
 import json
 import os
 import re
@@ -15,6 +16,7 @@ from transferry.runtime.console.group import COMMANDS, COMMON, FilePath
 
 RUN = "run bundle lines.txt -o new.jsonl"
 NINES = "9" * 20
+CHECKOUT = Path(__file__).parents[2]
 
 
 OUT_OF_RANGE = [
@@ -224,3 +226,19 @@ def test_help_is_short_and_help_all_has_the_rest(command: str) -> None:
     assert "shows every option" not in whole.stdout
     if "Search:" in whole.stdout:
         assert whole.stdout.index("Search:") < whole.stdout.index("Machine:")
+
+
+def test_messages_of_the_runtime_name_settings() -> None:
+    """A program reads chunk_rows, the command line --chunk-rows; see `Option`."""
+    commands = [main.commands[name] for name in ("run", "score", "merge")]
+    options = {name for each in commands for option in each.params for name in option.opts}
+    rooms = ("engine", "io", "jobs", "tokenizer")
+    for path in (path for room in rooms for path in (CHECKOUT / "runtime" / room).rglob("*.py")):
+        nodes = [*ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+        prose = {node.value for node in nodes if isinstance(node, ast.Expr)}
+        for node in nodes:
+            if not (isinstance(node, ast.Constant) and isinstance(node.value, str)):
+                continue
+            is_command = re.search(r"BUNDLE|[Vv]erify|Ray \(%s\)", node.value)  # or a log of both
+            named = {*re.findall("--[a-z-]+", node.value)} & options
+            assert node in prose or is_command or not named, (path, node.value)

@@ -123,7 +123,7 @@ def test_force_replaces_a_site_alone(
 ) -> None:
     out = tmp_path / "site"
     spoil(out)
-    with pytest.raises(UsageError, match="add --force"):
+    with pytest.raises(UsageError, match="add force"):
         write_site(bundle_folder, out, runtime=runtime)
     with pytest.raises((UsageError, InputError), match=message):
         write_site(bundle_folder, out, runtime=runtime, force=True)

@@ -117,8 +117,8 @@ class Answer(HeadTask):
     def check(cls, options: Any) -> None:
         if options.pair is None:
             raise UsageError(
-                "task answer reads questions and contexts; name the column of the contexts with "
-                "--pair"
+                "task answer reads questions and contexts; name the column of the contexts with ",
+                Option("pair"),
             )
         if options.long_rows is not None:
             raise UsageError(Option("long_rows"), f" {NO_CUTS}")

@@ -169,8 +169,8 @@ class Generate(Task):
         if options.prompt_kind in ("turn", "messages") or layout.has_chat:
             tokenizer.require_chat()
         elif options.chat_template_kwargs is not None:
-            told = " has no effect without chats; add --chat or --messages"
-            raise UsageError(Option("chat_template_kwargs"), told)
+            told = Option("chat_template_kwargs"), " has no effect without chats; add "
+            raise UsageError(*told, Option("chat"), " or ", Option("messages"))
         self.variables = json.loads(template_variables(options.chat_template_kwargs or {}) or "{}")
         self.chosen, self.settings = options, asdict(self.generation) | self.settings
         self._own = OwnOptions(engine, self.generation, options.generation)
@@ -190,7 +190,8 @@ class Generate(Task):
                 *joined_options(named), " exclude each other, since each names the rows; choose one"
             )
         if options.system is not None and not options.chat:
-            raise UsageError(Option("system"), " has no effect without chat; add --chat")
+            told = Option("system"), " has no effect without chat; add ", Option("chat")
+            raise UsageError(*told)
         if options.prompt_kind in ("turn", "messages") and options.long_rows not in (None, "error"):
             raise UsageError(
                 *(Option("long_rows"), f"={options.long_rows} and ", Option(kinds[0])),

@@ -16,7 +16,7 @@ from transferry.runtime.engine.preprocess import (
 )
 from transferry.runtime.engine.result import NOT_FINITE, RowError
 from transferry.runtime.engine.tasks.task import Bounds, Difference, Layout, RowOptions, Task
-from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.errors import InputError, Option, UsageError
 from transferry.runtime.settings import MOST, check_fields, shown
 
 if TYPE_CHECKING:
@@ -58,7 +58,8 @@ class HeadTask(Task):
         if self.pair is not None and layout.format != "jsonl" and self.pair not in layout.columns:
             raise InputError(
                 f"{layout.path}: expected a column {self.pair} with the second texts, found "
-                f"{', '.join(layout.columns) or 'none besides the text'}; name another with --pair"
+                f"{', '.join(layout.columns) or 'none besides the text'}; name another with ",
+                Option("pair"),
             )
 
     def given(self, row: Any) -> Any:
@@ -258,7 +259,8 @@ def encode_filled(
     for first, second in pairs:
         if second is None:
             raise UsageError(
-                "the bundle scores pairs of texts, found one; name the second's column with --pair"
+                "the bundle scores pairs of texts, found one; name the second's column with ",
+                Option("pair"),
             )
         wrong = next((each for each in (first, second) if isinstance(each, RowError)), None)
         if wrong is None and not (str(first).strip() and str(second).strip()):

@@ -18,7 +18,7 @@ from transferry.runtime.engine.tasks.heads import (
     written,
 )
 from transferry.runtime.engine.tasks.task import Page, RowOptions, columns
-from transferry.runtime.errors import UsageError
+from transferry.runtime.errors import Option, UsageError
 
 if TYPE_CHECKING:
     from transferry.runtime.engine.open_bundle import OpenBundle
@@ -54,9 +54,8 @@ class Rank(HeadTask):
     @classmethod
     def check(cls, options: Any) -> None:
         if options.pair is None:
-            raise UsageError(
-                "task rank scores pairs of texts; name the column of the second with --pair"
-            )
+            told = "task rank scores pairs of texts; name the column of the second with "
+            raise UsageError(told, Option("pair"))
 
 
 def rank(

@@ -19,7 +19,7 @@ from transferry.runtime.engine.preprocess import (
 )
 from transferry.runtime.engine.result import NOT_FINITE, Results, RowError, RowResult
 from transferry.runtime.engine.tasks.task import LanguageOptions, Layout, Task, columns
-from transferry.runtime.errors import UsageError
+from transferry.runtime.errors import Option, UsageError
 from transferry.runtime.settings import shown
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class Score(Task):
             remedy = "name the texts to score with" if options.target is None else "leave out"
             architecture = engine.bundle.manifest.architecture
             raise UsageError(
-                f"{engine.bundle.folder}: the model is {architecture}; {remedy} --target"
+                f"{engine.bundle.folder}: the model is {architecture}; {remedy} ", Option("target")
             )
 
     def given(self, row: Any) -> Any:

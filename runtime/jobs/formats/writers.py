@@ -48,6 +48,7 @@ _ANY_TASK = columns(truncated="boolean", error_kind="text", error_message="text"
 ROW_GROUP = 4096
 # Endings of names, where they are not the format's own name.
 ENDINGS: dict[str, str] = {"text": "txt", "openai": "jsonl"}
+_OUT = Option("output")
 _AS_SPACE = {ord(letter): " " for letter in "\t\r\n"}
 
 
@@ -81,7 +82,7 @@ def open_writer(
     kind, compression = TASKS[task], named_format(path)[1]
     format = _chosen_format(path, format, rows, kind, kinds)
     if format in ("npy", "parquet") and str(path) == "-":
-        raise UsageError(f"{format} cannot go to standard output; name a file with --out")
+        raise UsageError(f"{format} cannot go to standard output; name a file with ", _OUT)
     if format in ("npy", "parquet") and compression:
         raise UsageError(f"{path}: {format} is written without {compression}; leave it out")
     if format in ("text", "npy", "openai"):
@@ -89,12 +90,13 @@ def open_writer(
         if n_best > 1 and format == "text":
             raise UsageError(
                 *("text has one answer a row, and ", Option("n_best"), f" is {n_best}; "),
-                "name another --out or --format, such as jsonl",
+                *("name another ", _OUT, " or ", Option("format"), ", such as jsonl"),
             )
         if rows.others:
             raise UsageError(
                 f"{format} has one answer a row, and there are {1 + len(rows.others)} columns to "
-                "answer; name another --out or --format, such as jsonl"
+                "answer; name another ",
+                *(_OUT, " or ", Option("format"), ", such as jsonl"),
             )
         return join_writer(format, compression, width=width)
     # JSON has its own fields, with lists where a table has columns.
@@ -178,16 +180,16 @@ def _chosen_format(
     format = format or task.default_format
     if format not in task.formats:
         raise UsageError(
-            f"task {task.name} writes {listed(task.formats, 'or')}, not {format}; name another "
-            "--out or --format"
+            f"task {task.name} writes {listed(task.formats, 'or')}, not {format}; name another ",
+            *(_OUT, " or ", Option("format")),
         )
     for column, held in (("indices", "sparse vectors"), ("vectors", "vectors of tokens")):
         if format in ("npy", "openai") and column in (kinds or ()):
             raise UsageError(f"{format} holds no {held}; name a .parquet or .jsonl file")
     if format == "openai" and rows.format != "openai":
         raise UsageError(
-            f"{path}: responses answer requests, and {rows.path} is read as {rows.format}; add "
-            "--format-in openai, or choose another --format"
+            f"{path}: responses answer requests, and {rows.path} is read as {rows.format}; add ",
+            *(Option("format_in"), " openai, or choose another ", Option("format")),
         )
     return format
 

@@ -96,6 +96,7 @@ def test_bad_lines(
         ("p.jsonl", b'["a", "b"]', "malformed", "line 2: expected {"),
         ("p.jsonl", b'{"source": "a", "target": "\\ud800"}', "malformed", "line 2: .*utf-8"),
         ("p.jsonl", b"[" * 100_000, "malformed", "line 2: "),
+        ("p.jsonl", b"[%b]" % (b"1" * 5000), "malformed", r"has 5000 digits\.$"),
         ("p.jsonl", b'{"source": "a", "target": "\xff"}', "invalid UTF-8", "line 2: .*0xff"),
         ("p.jsonl", b'{"source": "", "target": "b"}', "empty", "line 2: .*found nothing"),
     ],

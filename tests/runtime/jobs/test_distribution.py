@@ -32,7 +32,7 @@ from tests.runtime.jobs.helpers import (
     run,
     write_rows,
 )
-from transferry.runtime.errors import InputError
+from transferry.runtime.errors import InputError, Option
 from transferry.runtime.jobs.chunk_folder import ChunkFolder
 from transferry.runtime.jobs.distribution import LOST, MOST_TRIES, Call, Distribution, Worker
 from transferry.runtime.jobs.formats.sources import open_sources
@@ -224,8 +224,9 @@ def test_a_worker_refuses_what_is_not_the_job(tmp_path: Path, name: str, was: st
     engine.described[name] = "2.0"
     runner.load = lambda: engine
     job = Job(Echo(), source, out, JobOptions(chunk_rows=3), LocalRunner())
-    with pytest.raises(InputError, match=rf"differ from .*: {name} was {was}, is 2\.0"):
+    with pytest.raises(InputError, match=rf"differ from .*: {name} was {was}, is 2\.0") as raised:
         raise Worker(*runner.told(job, 0)).open() or AssertionError
+    assert Option(name) in raised.value.parts, "the command line names its option"
     shutil.rmtree(folder)
     with pytest.raises(InputError, match=r"worker on \S+: it sees no .*\.job; put the output on"):
         raise Worker(*LocalRunner().told(job, 0)).open() or AssertionError

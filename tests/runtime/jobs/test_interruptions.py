@@ -125,9 +125,9 @@ def test_a_finished_job_is_not_done_again(source: Path, tmp_path: Path) -> None:
     [
         ("output", ", and has changed since a job wrote it, so it is not replaced"),
         ("no summary", ", and no job wrote it, so it is not replaced"),
-        ("input", ", and .*input.txt has changed since; add --force"),
-        ("option", ", and beam was 1, is 2; add --force"),
-        ("version", ", and job format was 6, is 5 in this version of transferry; add --force"),
+        ("input", ", and .*input.txt has changed since; add force"),
+        ("option", ", and beam was 1, is 2; add force"),
+        ("version", ", and job format was 6, is 5 in this version of transferry; add force"),
     ],
 )
 def test_another_output_is_not_taken_for_the_jobs(source: Path, change: str, reason: str) -> None:
@@ -162,7 +162,7 @@ def test_another_option_is_refused_by_name(
     source: Path, options: dict[str, Any], difference: str
 ) -> None:
     stop(source, 7)
-    with pytest.raises(InputError, match=f"holds 6 rows of a job .*: .*{difference}.* or add --fo"):
+    with pytest.raises(InputError, match=f"holds 6 rows of a job .*: .*{difference}.* or add fo"):
         make_job(source, **options).run()
     assert make_job(source).run().resumed == 1
 

@@ -117,7 +117,7 @@ def test_an_existing_output_is_kept_unless_forced(source: Path, out: Path) -> No
     run(source)
     before = contents(out.parent)
     beam = {"beam": 2}
-    with pytest.raises(UsageError, match=r"out\.jsonl exists already, and .*; add --force to rep"):
+    with pytest.raises(UsageError, match=r"out\.jsonl exists already, and .*; add force to rep"):
         run(source, generation=beam)
     with pytest.raises(RuntimeError, match="the device is gone"):
         run(source, engine=Echo(fail_at=1), generation=beam, force=True)

@@ -87,9 +87,9 @@ def test_every_format_is_joined(source: Path, suffix: str, tmp_path: Path) -> No
         ("other input", InputError, "are not of the same job: input_sha256 was .*, is "),
         ("other number", InputError, "are not of the same job: partitions was 3, is 4"),
         ("other version", InputError, "2of3.jsonl was written by .*: expected job format 5, found"),
-        ("changed", InputError, r"2of3.jsonl has changed .*, or run --partition 2/3 again"),
+        ("changed", InputError, r"2of3.jsonl has changed .*, or run partition 2/3 again"),
         ("no summary", InputError, r"2of3.jsonl has no 2of3.jsonl.summary.json beside it"),
-        ("no partition", InputError, "whole.jsonl is not a partition: its job ran without --part"),
+        ("no partition", InputError, "whole.jsonl is not a partition: its job ran without part"),
         ("existing", UsageError, "out.jsonl exists already, and no merge wrote it, so it is not"),
         ("itself", UsageError, "1of3.jsonl is one of the partitions; name another file"),
         ("format", UsageError, "out.csv must have the format of .*; let its name end in .jsonl"),
@@ -154,7 +154,7 @@ def test_a_merge_replaces_a_merge_by_force_only(source: Path, tmp_path: Path) ->
     out = tmp_path / "out.jsonl"
     merge(partitions(source, 2), out)
     parts = partitions(source, 3)
-    with pytest.raises(UsageError, match="exists already; add --force to replace it"):
+    with pytest.raises(UsageError, match="exists already; add force to replace it"):
         merge(parts, out)
     assert not merge(parts, out, force=True).finished_before
     whole = tmp_path / "whole.jsonl"
@@ -228,7 +228,7 @@ def test_partitions_by_file(tmp_path: Path, form: str) -> None:
     merge(parts, tmp_path / "out.jsonl")
     assert (tmp_path / "out.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
     Job(Echo(), sources, parts[1], JobOptions(chunk_rows=3, partition="2/4", force=True)).run()
-    with pytest.raises(InputError, match=r"(begins at |of the same kind).*--partition-by"):
+    with pytest.raises(InputError, match=r"(begins at |of the same kind).*partition_by"):
         merge(parts, tmp_path / "again.jsonl")
 
 
@@ -342,9 +342,9 @@ def test_an_output_elsewhere(
     record = json.loads((tmp_path / "there.jsonl" / "_summary.json").read_bytes())
     assert record["rows"] == ROWS
     assert job().run().finished_before
-    with pytest.raises(UsageError, match="exists already, and limit was not set, is 4; add --fo"):
+    with pytest.raises(UsageError, match="exists already, and limit was not set, is 4; add fo"):
         job(limit=4).run()
-    with pytest.raises(UsageError, match="holds the output of another job; add --force"):
+    with pytest.raises(UsageError, match="holds the output of another job; add force"):
         job(partition="1/2").run()
     job(force=True, limit=4).run()
     assert stored(url) == b"".join(whole.splitlines(keepends=True)[:4])
@@ -372,7 +372,7 @@ def test_partitions_meet_elsewhere(
         "2 of 3 partitions are still missing",
         "1 of 3 partitions are still missing",
     ]
-    with pytest.raises(UsageError, match="holds the output of another job; add --force"):
+    with pytest.raises(UsageError, match="holds the output of another job; add force"):
         part(2, generation={"beam": 2})
     part(2)
     assert stored(url) == whole

@@ -175,7 +175,7 @@ def test_what_a_worker_finds_wrong_is_what_the_job_says(source: Path, tmp_path: 
 
 
 def test_what_it_cannot_do_is_refused(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="add --engine ray"):
+    with pytest.raises(UsageError, match="add engine ray"):
         RayOptions(workers=2)
     with pytest.raises(UsageError, match="workers must be at least 1"):
         RayOptions("ray", workers=0)
