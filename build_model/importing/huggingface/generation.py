@@ -15,6 +15,7 @@ from transferry.build_model.model.config import ModelConfig
 NEW_TOKENS, TOP_K = 20, 50
 # Limit of max_length of GenerationOptions, which build_model does not know itself.
 LONGEST = 1_000_000
+UNSAMPLED = "no effect without do_sample"
 # Fields of sampling, with the values that change nothing.
 OF_SAMPLING = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
 # Values of fields that need not be said; build_model does not know GenerationOptions itself.
@@ -48,7 +49,7 @@ CARRIED = (
 # Keys of the tokenizer; see `vocabularies`.
 TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
 # Keys of speed and memory, or of outputs beside the tokens.
-# remove_invalid_values only hides an error of the model.
+# remove_invalid_values only hides an error of the model; diversity_penalty is of num_beam_groups.
 SAME_TOKENS = (
     *("use_cache", "cache_implementation", "cache_config", "max_cache_len", "use_mtp"),
     *("output_attentions", "output_hidden_states", "output_scores", "output_logits"),
@@ -57,13 +58,13 @@ SAME_TOKENS = (
     *("assistant_confidence_threshold", "assistant_early_exit", "assistant_lookbehind"),
     *("target_lookbehind", "prompt_lookup_num_tokens", "max_matching_ngram_size"),
     *("speculation_type", "low_memory", "prefill_chunk_size", "continuous_batching_config"),
+    "diversity_penalty",
     *("transformers_version", "_from_model_config", "_commit_hash"),
 )
 # Keys that change tokens in an unsupported way, with the value that has no effect.
 UNSUPPORTED: Mapping[str, Any] = {
     "assistant_ensemble_weight": None,
     "constraints": None,
-    "diversity_penalty": 0.0,
     "dola_layers": None,
     "encoder_no_repeat_ngram_size": 0,
     "encoder_repetition_penalty": 1.0,
@@ -80,6 +81,7 @@ UNSUPPORTED: Mapping[str, Any] = {
     "top_h": None,
     "watermarking_config": None,
 }
+SAMPLING_ALONE = ("epsilon_cutoff", "eta_cutoff", "top_h")
 SEARCH_SETTINGS = (*CARRIED, *UNSUPPORTED)
 
 Fields = dict[str, Any]
@@ -137,7 +139,11 @@ class _Reader:
                 name = "min_length" if new is None else "min_new_tokens"
                 self._leave(name, settings.get(name), "limited to max_length")
         for name, nothing in UNSUPPORTED.items():
-            if (value := settings.get(name)) not in (None, nothing):
+            if (value := settings.get(name)) in (None, nothing, [], {}):
+                continue
+            if name in SAMPLING_ALONE and not fields["sample"]:
+                self._leave(name, value, UNSAMPLED)
+            else:
                 settings.refuse(name, value, f"null; generate without it: --ignore-setting {name}")
         for name in (*TOKENS, *SAME_TOKENS):
             settings.get(name)
@@ -213,7 +219,7 @@ class _Reader:
             for name, off in OF_SAMPLING.items():
                 value = settings.get(name)
                 if value is not None and value not in (off, {"top_k": TOP_K}.get(name)):
-                    self._leave(name, value, "no effect without do_sample")
+                    self._leave(name, value, UNSAMPLED)
             return fields
         chosen: Fields = {
             "temperature": number("temperature", 1.0, 1e-6, 1e6),
