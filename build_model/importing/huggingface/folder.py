@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 from transferry.build_model.importing.formats.foreign import instead
 from transferry.build_model.importing.formats.tensors import (
@@ -139,7 +139,7 @@ class Settings:
         if not any(type(value) is type(other) and value == other for other in supported):
             self.refuse(name, value, " or ".join(map(json.dumps, supported)))
 
-    def refuse(self, name: str, found: Any, supported: str) -> None:
+    def refuse(self, name: str, found: Any, supported: str) -> NoReturn:
         """Raises the error for an unsupported setting."""
         raise InputError(
             f"{self.path}: {name} is {_as_json(found)}, which cannot be imported; supported: "
@@ -219,6 +219,7 @@ class PretrainedFolder:
 
     def tokens(self, name: str) -> list[int]:
         """Returns token ids; generation_config.json takes precedence, as in `generate`."""
+        first: list[int] = []
         for settings in (self.generation, self.config):
             value = settings.get(name, [])
             found = value if isinstance(value, list) else [value]
@@ -227,11 +228,10 @@ class PretrainedFolder:
                 # No answer holds an id beyond the vocabulary.
                 found = [each for each in found if type(each) is not int or each < self.size]
             for token in found:
-                if type(token) is not int or token < 0:
+                if type(token) is not int or (token < 0 and not first):
                     raise InputError(f"{settings.path}: {name} must be an id, found {token!r}")
-            if found:
-                return list(dict.fromkeys(found))
-        return []
+            first = first or list(dict.fromkeys(found))
+        return first
 
     def names(self) -> set[str]:
         """Returns the names of all tensors."""

@@ -347,7 +347,6 @@ def _cut(
         pretrained.config.refuse(
             "architectures", pretrained.config.get("architectures"), "…ForSequenceClassification"
         )
-    assert head is not None
     longest = sentence.settings.longest or pretrained.tokenizer.number("model_max_length", MOST)
     own = sentence.settings
     if isinstance(sentence, LateInteraction):

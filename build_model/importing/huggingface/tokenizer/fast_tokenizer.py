@@ -144,8 +144,9 @@ def read_fast_tokenizer(pretrained: PretrainedFolder) -> FastTokenizer:
         raise
     except Exception as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
+        beside = f" or {pretrained.tokenizer.path.name}" * pretrained.tokenizer.path.exists()
         raise InputError(
-            f"{origin}: expected a tokenizer that transformers reads, found something else "
+            f"{origin}{beside}: expected a tokenizer that transformers reads, found something else "
             f"({reason}); {REMEDY}"
         ) from error
 

@@ -30,7 +30,11 @@ from transferry.runtime.errors import InputError
 from transferry.runtime.io.documents import read_document
 from transferry.runtime.io.whole import MOST_BYTES, read_bytes
 from transferry.runtime.tokenizer.byte_pair import GPT2_PATTERN, AnyTokenizer, Tokenizer
-from transferry.runtime.tokenizer.special_tokens import SpecialTokens, panics_as_errors
+from transferry.runtime.tokenizer.special_tokens import (
+    SpecialTokens,
+    TextError,
+    panics_as_errors,
+)
 from transferry.runtime.tokenizer.third_party import (
     UNKNOWN,
     HuggingFaceTokenizer,
@@ -120,7 +124,7 @@ def _end_of_sources(
     """
     named = _text_of(_token_texts(pretrained).get("eos_token", "</s>"))
     if not isinstance(named, str) or named not in table:
-        raise InputError(f"{path}: expected an id of the end token {named}, found none")
+        raise InputError(f"{path}: expected an id of eos_token {named}, found none; {REMEDY}")
     if eos not in (None, table[named]):
         raise InputError(
             f"{pretrained.folder}: expected eos_token_id {table[named]}, the tokenizer's {named}, "
@@ -403,11 +407,8 @@ def bert_tokenizer(pretrained: PretrainedFolder, config: ModelConfig) -> AnyToke
 
     def token(name: str) -> int:
         if (token := found.id_of(f"{name}_token")) is None:
-            text = found.named.get(f"{name}_token", f"[{name.upper()}]")
-            raise InputError(
-                f"{pretrained.folder}: expected the {name} token {text!r} in the vocabulary, found "
-                f"none; {REMEDY}"
-            )
+            text = found.named.get(f"{name}_token", "none")
+            pretrained.tokenizer.refuse(f"{name}_token", text, "a token of the vocabulary")
         return token
 
     special = SpecialTokens(
@@ -454,15 +455,16 @@ def _unchanged(
 ) -> AnyTokenizer:
     """A tokenizer.json; the tokens that it puts around a text are found by encoding one."""
     files = dict.fromkeys(HuggingFaceTokenizer.names, found.content)
-    plain = _third_party(HuggingFaceTokenizer, files, special, config, origin).encode("a")
+    made = _third_party(HuggingFaceTokenizer, files, special, config, origin)
     found.tokenizer.no_truncation()
     found.tokenizer.no_padding()
     try:
         with panics_as_errors():
-            whole = found.tokenizer.encode("a").ids
-    except ValueError as error:
+            plain, whole = made.encode("a"), found.tokenizer.encode("a").ids
+    except (ValueError, TextError) as error:
         raise InputError(
-            f"{origin}: expected a tokenizer that encodes texts, found another: {error}; {REMEDY}"
+            f"{origin}: expected a tokenizer that encodes texts ({TOKENIZER}, "
+            f"tokenizer_config.json), found another: {error}; {REMEDY}"
         ) from error
     for start in range(len(whole) - len(plain) + 1):
         end = start + len(plain)

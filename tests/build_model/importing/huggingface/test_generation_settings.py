@@ -238,8 +238,9 @@ def test_a_sampling_default_stays_one(folder: Folder) -> None:
 def test_what_is_not_supported_is_refused(name: str, folder: Folder) -> None:
     with pytest.raises(InputError, match=rf"{name} is 3, .* --ignore-setting {name}"):
         generation_defaults(folder(do_sample=True, **{name: 3}), SHAPES["encoder-decoder"])
-    for nothing in (generation.UNSUPPORTED[name], [], {}):
-        assert generation_defaults(folder(**{name: nothing}), SHAPES["encoder-decoder"])[1] == {}
+    none: Any
+    for none in (generation.UNSUPPORTED[name], [], {}):
+        assert generation_defaults(folder(**{name: none}), SHAPES["encoder-decoder"])[1] == {}
 
 
 def test_settings_that_lose_are_told(folder: Folder) -> None:
@@ -285,15 +286,12 @@ def test_a_value_of_another_type_or_range_is_refused_by_name(
 
 def test_what_greedy_search_does_not_read_may_have_any_value(folder: Folder) -> None:
     """As `"temperature": 0.0` of published folders, which transformers only warns of."""
-    made = folder(temperature=0.0, top_p=0.0, top_k=-1, epsilon_cutoff=3e-4)
+    settings = {"temperature": 0.0, "top_p": 0.0, "top_k": -1, "epsilon_cutoff": 0.0003}
+    made = folder(**settings)
     fields, left_out = generation_defaults(made, SHAPES["decoder-only"])
     assert not fields.keys() & generation.OF_SAMPLING.keys()
     assert left_out == {
-        name: f"{value} (no effect without do_sample)"
-        for name, value in {
-            **{"temperature": 0.0, "top_p": 0.0, "top_k": -1},
-            "epsilon_cutoff": 0.0003,
-        }.items()
+        name: f"{value} (no effect without do_sample)" for name, value in settings.items()
     }
 
 

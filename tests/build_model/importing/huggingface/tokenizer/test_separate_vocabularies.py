@@ -123,7 +123,7 @@ def test_a_table_that_does_not_fit_is_named(tmp_path: Path) -> None:
     table = json.loads(path.read_text())
     for changed, message in (
         ({**table, "x y": len(table)}, rf"vocab.json: expected ids below {len(table)}, .*found"),
-        ({"<unk>": 0}, r"vocab.json: expected an id of the end token </s>, found none"),
+        ({"<unk>": 0}, r"vocab.json: expected an id of eos_token </s>, found none"),
     ):
         path.write_text(json.dumps(changed))
         with pytest.raises(InputError, match=message):
