@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,13 +11,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.build_model.importing.huggingface.drawn import TYPES, transformers
 from tests.build_model.importing.huggingface.small_models import (
     KINDS,
     Copies,
     change,
     edited,
     listing,
+    save,
 )
+from tests.build_model.importing.survey.folders import Folder
 from transferry.build_model.importing.huggingface.importer import (
     FAMILIES,
     import_pretrained,
@@ -256,3 +260,38 @@ def test_a_file_of_other_content_is_refused(
     (theirs / file).write_bytes(content)
     with pytest.raises(InputError, match=rf"{re.escape(file)}{message}"):
         read_pretrained(theirs)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value", "told"),
+    [
+        ("bert", "mask_token", None, r"_config\.json: mask_token is .*; supported: a token of the"),
+        (
+            "bert",
+            "do_lower_case",
+            3,
+            r"tokenizer_config\.json: expected a tokenizer that transformers reads",
+        ),
+        (
+            "marian",
+            "eos_token",
+            None,
+            r"vocab\.json: expected an id of eos_token None, found none;",
+        ),
+        ("m2m_100", "unk_token", None, r" \(tokenizer\.json, tokenizer_config\.json\), found"),
+    ],
+)
+def test_a_refusal_names_file_and_token(
+    kind: str, name: str, value: Any, told: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / kind
+    if kind == "m2m_100":
+        Folder(kind, TYPES[kind][0], 0, folder, old=False)
+    else:
+        save(kind, folder)
+    path = folder / "tokenizer_config.json"
+    if not path.exists():
+        transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(folder)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
+    with pytest.raises(InputError, match=told):
+        read_pretrained(folder)

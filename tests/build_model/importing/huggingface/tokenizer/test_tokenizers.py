@@ -12,18 +12,15 @@ from typing import Any
 
 import pytest
 
-from tests.build_model.importing.huggingface.drawn import TYPES, tokenizers, transformers
+from tests.build_model.importing.huggingface.drawn import tokenizers, transformers
 from tests.build_model.importing.huggingface.small_models import (
     llama_pieces,
     require_saved,
     require_their_tokens,
-    save,
 )
-from tests.build_model.importing.survey.folders import Folder
 from tests.runtime.tokenizer import vocabularies
 from transferry.build_model.importing.huggingface import decoder_only
 from transferry.build_model.importing.huggingface.folder import PretrainedFolder
-from transferry.build_model.importing.huggingface.importer import read_pretrained
 from transferry.build_model.importing.huggingface.tokenizer.fast_tokenizer import (
     read_fast_tokenizer,
 )
@@ -389,33 +386,3 @@ def test_berts_settings_go_before_its_normalizer(
     if followed:
         assert "as BertTokenizer of transformers sets" in checkpoint.notes[0]
         assert ("normalizer" in checkpoint.notes[0]) is (lower is None)
-
-
-@pytest.mark.parametrize(
-    ("kind", "name", "value", "told"),
-    [
-        ("bert", "mask_token", None, r"_config\.json: mask_token is .*; supported: a token of the"),
-        ("bert", "do_lower_case", 3, rf"tokenizer_config\.json: {OTHERWISE}"),
-        (
-            "marian",
-            "eos_token",
-            None,
-            r"vocab\.json: expected an id of eos_token None, found none;",
-        ),
-        ("m2m_100", "unk_token", None, r" \(tokenizer\.json, tokenizer_config\.json\), found"),
-    ],
-)
-def test_a_refusal_names_file_and_token(
-    kind: str, name: str, value: Any, told: str, tmp_path: Path
-) -> None:
-    folder = tmp_path / kind
-    if kind == "m2m_100":
-        Folder(kind, TYPES[kind][0], 0, folder, old=False)
-    else:
-        save(kind, folder)
-    path = folder / "tokenizer_config.json"
-    if not path.exists():
-        transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(folder)
-    path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
-    with pytest.raises(InputError, match=told):
-        read_pretrained(folder)
