@@ -17,7 +17,7 @@ from transferry.runtime.errors import InputError, Option, TransferryError, Usage
 from transferry.runtime.io.atomic import durable_file, sync_folder
 from transferry.runtime.io.folders import replace_folder
 from transferry.runtime.jobs.chunk_folder import INPUT, ChunkFolder
-from transferry.runtime.jobs.formats.rows import InputRow
+from transferry.runtime.jobs.formats.rows import InputRow, changed
 from transferry.runtime.jobs.formats.sources import Inputs, Steady
 from transferry.runtime.jobs.job import Job
 from transferry.runtime.jobs.job_options import JobOptions
@@ -225,8 +225,9 @@ class Distribution:
         if expected is not None and chunk.rows != expected:
             last = chunk.first + expected
             self._fail(
-                f"{self._job.layout.path} has changed since it was counted: rows {chunk.first + 1} "
-                f"to {last} are {chunk.rows}. Run the command again once it stays as it is"
+                f"{changed(self._job.readers, chunk.first, last)} since it was counted: rows "
+                f"{chunk.first + 1} to {last} are {chunk.rows}. Run the command again once it "
+                "stays as it is"
             )
             return None
         self._places.pop(chunk.first, None)

@@ -27,8 +27,8 @@ from transferry.runtime.jobs.formats.openai_batch import Seen
 from transferry.runtime.jobs.formats.readers import open_inputs, open_reader
 from transferry.runtime.jobs.formats.records import ColumnChoice, Record, RowWriter
 from transferry.runtime.jobs.formats.remote_file import RemoteFile
-from transferry.runtime.jobs.formats.rows import InputRow, RowReader, hash_rows, read_rows
-from transferry.runtime.jobs.formats.sources import Inputs, open_sources, reads_once
+from transferry.runtime.jobs.formats.rows import InputRow, RowReader, changed, hash_rows, read_rows
+from transferry.runtime.jobs.formats.sources import Inputs, open_sources, reads_once, sampled
 from transferry.runtime.jobs.formats.writers import open_writer
 from transferry.runtime.jobs.job_options import JobOptions, fraction
 from transferry.runtime.jobs.journal import JOB_FORMAT, Chunk, Journal, differences, hash_of_hashes
@@ -153,15 +153,17 @@ class Job:
 
     def _writer(self) -> RowWriter:
         """Returns the writer of the output."""
+        options = self.options
+        names = options.output_column, options.keep, options.drop
         return open_writer(
             self.output,
-            format=self.options.format,
+            format=options.format,
             rows=self.layout,
             task=self.task.name,
             kinds=self.task.columns,
             n_best=self.task.n_best,
             width=self.task.width,
-            choice=ColumnChoice(self.options.output_column, self.options.keep, self.options.drop),
+            choice=ColumnChoice(*names, partial(sampled, self.reader)),
         )
 
     @property
@@ -379,11 +381,9 @@ class Job:
     def require_unchanged(self, chunk: Chunk, rows: Iterable[InputRow]) -> None:
         """Raises InputError if the input rows of a finished chunk are not what they were."""
         if hash_rows(rows) != (chunk.rows, chunk.source_sha256):
-            raise InputError(
-                f"{self.layout.path} has changed: rows {chunk.first + 1} to "
-                f"{chunk.first + chunk.rows} are not those that were computed. ",
-                *RESTORE,
-            )
+            end = chunk.first + chunk.rows
+            told = f"{changed(self.readers, chunk.first, end)}: rows {chunk.first + 1} to {end} "
+            raise InputError(told, "are not those that were computed. ", *RESTORE)
 
     def results(
         self, rows: Iterator[InputRow], first: int
@@ -494,7 +494,7 @@ class Job:
             first += found[0]
             hashes.append(found[1])
         if hash_of_hashes(hashes) != record.get("source_sha256"):
-            raise UsageError(f"{refusal}, and {self.layout.path} has changed since", *remedy)
+            raise UsageError(f"{refusal}, and {changed(self.readers)} since", *remedy)
         summary = Summary.from_dict(record)
         summary.finished_before = True
         return summary

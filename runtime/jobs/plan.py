@@ -141,8 +141,8 @@ class Runner:
         for chunk in journal.chunks:
             job.require_unchanged(chunk, islice(rows, chunk.rows))
         if journal.is_complete(job.chunk_rows) and next(rows, None) is not None:
-            told = f"{job.layout.path} has grown since its end was computed. "
-            raise InputError(told, *RESTORE)
+            file = job.reader.files(first + journal.rows)[-1]
+            raise InputError(f"{file} has grown since its end was computed. ", *RESTORE)
         summary.saved = journal.rows
         for chunk in journal.chunks:
             add(chunk)

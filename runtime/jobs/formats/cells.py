@@ -8,6 +8,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -100,6 +101,19 @@ def _plain(value: Any) -> Any:
     """Returns a JSON value as it is, and any other as a JSON value."""
     known = value is None or isinstance(value, str | int | float | list | dict)
     return value if known else json_value(value)
+
+
+def holds_only(column: Any, text: str | None) -> bool:
+    """Whether a text stands for each value of an Arrow column: 07 for 7, None for null."""
+    import pyarrow
+
+    with suppress(pyarrow.ArrowException):  # it is no such number, or of no such type
+        column.validate(full=True)
+        if pyarrow.types.is_dictionary(column.type):
+            column = column.dictionary_decode()
+        value = pyarrow.scalar(text, pyarrow.string()).cast(column.type)
+        return bool(column.equals(pyarrow.repeat(value, len(column))))
+    return text is None and column.null_count == len(column)
 
 
 to_json = json.JSONEncoder(ensure_ascii=False, default=json_value).encode

@@ -19,7 +19,7 @@ from transferry.runtime.engine.tasks.task import Kind, Layout
 from transferry.runtime.errors import InputError, Option, from_extra
 from transferry.runtime.io.lines import MOST_LINE, LongLine
 from transferry.runtime.io.whole import reason
-from transferry.runtime.jobs.formats.cells import exact_json, has_nul, to_json
+from transferry.runtime.jobs.formats.cells import exact_json, has_nul, holds_only, to_json
 from transferry.runtime.jobs.formats.detection import Dialect, partition_columns
 from transferry.runtime.jobs.formats.pages import require_small_pages
 from transferry.runtime.jobs.formats.remote_file import RemoteFile, Source
@@ -41,10 +41,11 @@ class ColumnarReader(RowReader):
     """Reads columns in batches of a few megabytes, and those that the folders' names hold."""
 
     _named: Mapping[str, str | None] = {}
+    _folders: Mapping[str, str | None] = {}
 
     def __init__(self, path: Source, format: InputFormat, schema: Any, column: str | None) -> None:
         self.file = path
-        named = partition_columns(path)
+        self._folders = named = partition_columns(path)
         self._named = {name: named[name] for name in named if name not in schema.names}
         schema = self._with_named(schema)
         layout = layout_of(path, format, unique(schema.names, path), column)
@@ -65,15 +66,21 @@ class ColumnarReader(RowReader):
         """Returns a schema or a batch with the columns of the folders' names."""
         import pyarrow
 
-        text = pyarrow.string()
-        if isinstance(table, pyarrow.Schema):
+        text, is_batch = pyarrow.string(), not isinstance(table, pyarrow.Schema)
+        if not is_batch:
             for name in self._named:
                 table = table.append(pyarrow.field(name, text))
         elif self._named:
             scalars = (pyarrow.scalar(value, text) for value in self._named.values())
             values = [pyarrow.repeat(scalar, table.num_rows) for scalar in scalars]
             schema = self._with_named(table.schema)
-            return pyarrow.RecordBatch.from_arrays([*table.columns, *values], schema=schema)
+            table = pyarrow.RecordBatch.from_arrays([*table.columns, *values], schema=schema)
+        for name in self._folders.keys() - self._named if is_batch else ():
+            if not holds_only(table.column(name), self._folders[name]):
+                raise InputError(
+                    f"{self.file}: its column {name} has other values than the folder of that name "
+                    "above it; rename one of the two"
+                )
         return table
 
 

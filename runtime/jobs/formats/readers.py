@@ -51,6 +51,7 @@ from transferry.runtime.jobs.formats.detection import (
 from transferry.runtime.jobs.formats.openai_batch import Request, parse_request
 from transferry.runtime.jobs.formats.remote_file import Source
 from transferry.runtime.jobs.formats.rows import (
+    FIRST_ROWS,
     Fields,
     InputRow,
     Languages,
@@ -71,8 +72,6 @@ _SEPARATOR = re.compile(rb"sep=([^\r\n\"])\r?\n?", re.I)
 _PROBES, _PROBED = (1 << 16, 1 << 20, 1 << 24), 10
 # Deeper JSON is refused, since writing it again could exceed Python's stack.
 MOST_NESTED = 100
-# Rows of JSONL searched for an object whose keys become the columns.
-_FIRST_ROWS = 1000
 
 
 def open_inputs(sources: Sequence[Source], **chosen: Any) -> RowReader:
@@ -417,7 +416,7 @@ class _JsonlReader(_LineReader):
         firsts = [line.raw for line in seen]
         require_json_lines(self.file, firsts, self._encoding, strict=False)
         seen = []
-        for line in islice(lines, _FIRST_ROWS):
+        for line in islice(lines, FIRST_ROWS):
             seen.append(line)
             fields = self._fields(line)
             if not isinstance(fields, RowError):
@@ -455,7 +454,7 @@ class _RequestReader(_JsonlReader):
     _first: Request | None = None
 
     def _header(self, lines: Iterator[_Line]) -> tuple[list[str], Iterator[_Line]]:
-        first, kept = tee(islice(lines, _FIRST_ROWS))
+        first, kept = tee(islice(lines, FIRST_ROWS))
         requests = (self._request(self._fields(line)) for line in first)
         usable = (each for each in requests if isinstance(each, Request) and each.error is None)
         self._first = next(usable, None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import difflib
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -14,7 +14,7 @@ from transferry.runtime.engine.result import PartsResult, RowError, RowResult
 from transferry.runtime.engine.tasks.task import Kind, Layout, OutputFormat
 from transferry.runtime.errors import Option, UsageError, joined_options
 from transferry.runtime.jobs.formats.cells import decoded
-from transferry.runtime.jobs.formats.rows import InputRow
+from transferry.runtime.jobs.formats.rows import FIRST_ROWS, InputRow
 
 Record = Mapping[Any, Any]
 # Put before a name of an answer's column that the input has too.
@@ -31,11 +31,13 @@ class ColumnChoice:
         output: Names of the answers' columns, one for each text; empty for the task's own.
         keep: Columns of the input to repeat, as names or lists with commas; empty for all.
         drop: Columns of the input not to repeat, likewise.
+        sampled: Returns the fields of the first rows of JSONL, where these are known.
     """
 
     output: Sequence[str] = ()
     keep: Sequence[str] = ()
     drop: Sequence[str] = ()
+    sampled: Callable[[], set[str]] = set
 
     def refuse(self, format: str) -> None:
         """Raises UsageError for choices without effect on a format without columns."""
@@ -47,20 +49,24 @@ class ColumnChoice:
         """Returns which columns of an input are repeated.
 
         Raises:
-            UsageError: The input lacks a column. In JSONL each row has its own.
+            UsageError: The input lacks a column, or the first rows of JSONL, if they are known.
         """
         if self.keep and self.drop:
             raise UsageError(*joined_options(["keep", "drop"]), " exclude each other; choose one")
         known = rows.names or (rows.column, *rows.others, *rows.columns)
         option, values = ("keep", self.keep) if self.keep else ("drop", self.drop)
         named = [name for value in values for name in _listed(value, known)]
-        for name in named if rows.format != "jsonl" else ():
+        place = ""
+        if rows.format == "jsonl":  # each row has its own, and the writer adds id
+            others = set() if {*named} <= {*known, "id"} else self.sampled()
+            known = (*known, "id", *sorted(others)) if others else (*known, *named)
+            place = f" in its first {FIRST_ROWS:,} rows"
+        for name in named:
             if name not in known:
                 close = difflib.get_close_matches(name, known, 1)
                 hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(known)}"
-                raise UsageError(
-                    f"{rows.path} has no column {name} for ", Option(option), f"; {hint}"
-                )
+                told = f"{rows.path} has no column {name}{place} for "
+                raise UsageError(told, Option(option), f"; {hint}")
         return _Chosen(frozenset(named), drops=option == "drop")
 
 

@@ -24,6 +24,8 @@ from transferry.runtime.jobs.job_options import InputFormat
 Fields = dict[str, Any]
 # Bytes that a row keeps of its line: thousands of rows are read ahead.
 _MOST_RAW = 1 << 12
+# Rows of JSONL searched for an object whose keys become the columns, and for chosen columns.
+FIRST_ROWS = 1000
 Languages = tuple[str | None, str | None]
 # The end of a sentence, or five words: the first row of a table without a header.
 _SENTENCE = re.compile(r"[.!?…。！？]\W*$|(\S+\s+){4}\S")
@@ -180,6 +182,10 @@ class RowReader(ABC):
             counted = remembered(self._steady, folder, "rows", lambda: hash_rows(self.rows()))
             self.count, self._sha256 = counted
 
+    def files(self, first: int, end: int | None = None) -> list[Any]:
+        """Returns the files whose changes may change rows first to end - 1; those rows are read."""
+        return [self.layout.path]
+
     @property
     def counts(self) -> list[int | None]:
         """Rows of each file, where known."""
@@ -290,6 +296,13 @@ def unique(names: list[str], path: Source | str) -> list[str]:
     if twice is not None:
         raise InputError(f"{path}: two columns have the name {twice!r}; rename one")
     return names
+
+
+def changed(readers: Iterable[RowReader], first: int = 0, end: int | None = None) -> str:
+    """Begins a message on rows that have changed: the file that holds them, or the files."""
+    first_file, *others = map(str, (file for each in readers for file in each.files(first, end)))
+    shown = others if len(others) <= 3 else ["…", others[-1]]
+    return f"{'one of ' if others else ''}{', '.join([first_file, *shown])} has changed"
 
 
 def hash_rows(rows: Iterable[InputRow]) -> tuple[int, str]:

@@ -23,7 +23,7 @@ from transferry.runtime.io.outputs import STANDARD_STREAM
 from transferry.runtime.io.whole import unreadable
 from transferry.runtime.jobs.formats.detection import named_format
 from transferry.runtime.jobs.formats.remote_file import RemoteFile, Source, is_url
-from transferry.runtime.jobs.formats.rows import InputRow, RowReader
+from transferry.runtime.jobs.formats.rows import FIRST_ROWS, InputRow, RowReader
 from transferry.runtime.settings import path_of
 
 # In the folder that `save_to_disk` of Hugging Face datasets writes: its files, or its splits.
@@ -103,6 +103,14 @@ def reads_once(source: Source | None) -> bool:
     if not isinstance(source, Path):
         return False
     return source == STANDARD_STREAM or (source.exists() and not source.is_file())
+
+
+def sampled(reader: RowReader) -> set[str]:
+    """Returns the fields of the first rows; none of a pipe, whose rows may take their time."""
+    once = any(reads_once(file.source) for file in reader.steady)
+    rows = () if once else reader.rows(0, FIRST_ROWS)
+    usable = (row for row in rows if row.fields or isinstance(row.text, str))
+    return {name for row in usable for name in (*row.fields, reader.layout.column)}
 
 
 def _dataset(folder: Path) -> list[Path]:
@@ -327,6 +335,16 @@ class Series(RowReader):
     @property
     def steady(self) -> Sequence[Steady]:
         return [file for reader in self._readers for file in reader.steady]
+
+    def files(self, first: int, end: int | None = None) -> list[Any]:
+        found, start = list[Any](), 0
+        for reader, count in zip(self._readers, self.counts, strict=True):
+            if count is None or start + count >= first:
+                found += reader.files(first, end)
+            if end is not None and (count is None or start + count > end):
+                break
+            start += count or 0
+        return found
 
     @property
     def counts(self) -> list[int | None]:

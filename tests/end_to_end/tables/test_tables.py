@@ -13,7 +13,7 @@ from tests.commands import call
 from tests.end_to_end.ways import Ways
 from tests.runtime.jobs.helpers import Echo
 from transferry import Engine
-from transferry.runtime.errors import InputError
+from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.jobs.formats.cells import json_value
 from transferry.runtime.jobs.job import Job
 from transferry.runtime.jobs.job_options import JobOptions
@@ -383,6 +383,15 @@ def test_fields_of_json_are_chosen_by_row(tmp_path: Path) -> None:
         for record, theirs in zip(found, kept, strict=True):
             assert list(record) == [*theirs, *answers]
             assert {name: record[name] for name in theirs} == theirs
+    for option in ("keep", "drop"):
+        for name in ("score,moer", "txet"):
+            with pytest.raises(
+                UsageError, match=f"no column .* in its first .* rows for {option};"
+            ):
+                run(source, out, **{option: name, "force": True})
+    (empty := tmp_path / "empty.jsonl").write_text("")
+    run(empty, out, keep="n", force=True)
+    assert out.read_bytes() == b"", "nothing tells which fields its rows would have"
 
 
 TASKS: dict[str, tuple[str, list[str]]] = {

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -14,6 +15,8 @@ import pytest
 
 from tests.runtime.jobs.helpers import Echo, computed_rows, make_job, names, run, write_rows
 from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.jobs.job import Job
+from transferry.runtime.jobs.job_options import JobOptions
 from transferry.runtime.jobs.plan import Runner
 from transferry.runtime.jobs.summary import Summary
 
@@ -194,6 +197,33 @@ def test_another_input_is_refused(source: Path, row: int, line: str, expected: s
         make_job(source).run()
     source.write_text(content)
     assert make_job(source).run().resumed == 1
+
+
+def test_of_several_inputs_the_changed_one_is_named(source: Path) -> None:
+    files = [write_rows(source.with_name(f"{name}.txt"), 5) for name in "abc"]
+    out = source.with_name("out.jsonl")
+
+    def job(**engine: Any) -> Job:
+        return Job(Echo(**engine), files, out, JobOptions(chunk_rows=3))
+
+    def refused(row: int) -> str:
+        content = (file := files[row // 5]).read_text()
+        file.write_text(content.replace(f"row {row % 5}", "changed"))
+        with pytest.raises((InputError, UsageError)) as raised:
+            job().run()
+        file.write_text(content)
+        told = re.search(r"(one of )?\S+(, \S+)* has changed", str(raised.value))
+        assert told is not None
+        return told[0].replace(f"{source.parent}/", "")
+
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        job(fail_at=14).run()
+    assert refused(0) == "a.txt has changed"
+    assert refused(3) == "one of a.txt, b.txt has changed", "a chunk of both"
+    assert refused(7) == "b.txt has changed"
+    assert refused(11) == "one of b.txt, c.txt has changed"
+    assert job().run().resumed == 1
+    assert refused(11) == "one of a.txt, b.txt, c.txt has changed"
 
 
 def test_a_shorter_and_a_longer_input_are_refused(

@@ -6,6 +6,7 @@ import json
 import os
 import threading
 from collections.abc import Iterator
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -195,6 +196,39 @@ def test_the_name_of_a_folder_is_utf8(name: str) -> None:
     """pyarrow refuses such a name too; another text in its place would join the rows of two."""
     with pytest.raises(InputError, match="expected UTF-8 in the names of its folders"):
         partition_columns(Path("/data", name, "part.parquet"))
+
+
+@pytest.mark.parametrize(
+    ("folder", "values", "same"),
+    [
+        ("a=de", ["de", "de"], True),
+        ("a=de", ["de", "en"], False),
+        ("a=de", ["de", None], False),
+        ("a=07", [7, 7], True),
+        ("a=7", [7, 8], False),
+        ("a=x", [7, 7], False),
+        ("a=2024-01-02", [date(2024, 1, 2)] * 2, True),
+        ("a=0.5", [0.5, 0.5], True),
+        ("a=__HIVE_DEFAULT_PARTITION__", [None, None], True),
+    ],
+)
+def test_a_column_and_its_folder_agree(
+    tmp_path: Path, folder: str, values: Any, same: bool
+) -> None:
+    """pyarrow, Polars and DuckDB read the folder's value, pandas refuses."""
+    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is an optional extra")
+    (place := tmp_path / folder).mkdir()
+    for column in (plain := pyarrow.array(values), plain.dictionary_encode()):
+        table = pyarrow.table({"text": ["a", "b"], "a": column})
+        with pyarrow.ipc.new_file(place / "part.arrow", table.schema) as file:
+            file.write_table(table)
+        reader = open_inputs(expand([place]), column="text")
+        assert reader.layout.names == ("text", "a")
+        if same:
+            assert len([*reader.rows()]) == 2
+        else:
+            with pytest.raises(InputError, match="column a has other values than"):
+                list(reader.rows())
 
 
 def test_a_dataset_of_hugging_face_is_read(dataset: Path) -> None:
