@@ -257,11 +257,13 @@ class _Reader:
             self.settings.refuse("bad_words_ids", words, f"lists of {self._supported}")
         # transformers lets end tokens be: an answer could never end.
         single = {word[0] for word in words if len(word) == 1} - set(self.ends)
+        suppressed, last = set(self._ids("suppress_tokens")), self._ids("forced_eos_token_id")
         fields: Fields = {
-            "suppress": tuple(sorted(single | set(self._ids("suppress_tokens")))),
+            "suppress": tuple(sorted(single | suppressed)),
             "suppress_sequences": tuple(tuple(word) for word in words if len(word) > 1),
             "suppress_begin": self._ids("begin_suppress_tokens"),
-            "forced_end": self._ids("forced_eos_token_id"),
+            # Of several, transformers suppresses some all the same.
+            "forced_end": tuple(each for each in last if each not in suppressed) or last,
         }
         begin = self._ids("forced_bos_token_id")
         # As of a GenerationConfig that transformers makes of config.json.

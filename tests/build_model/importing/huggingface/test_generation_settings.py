@@ -118,6 +118,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "begin_suppress_tokens": [10, 0],
         "max_new_tokens": 8,
     },
+    "ends": {"forced_eos_token_id": [1, 5], "suppress_tokens": [1], "max_new_tokens": 4},
 }
 CHOICES: dict[str, list[Any]] = {
     "num_beams": [1, 2, 3, 5],
