@@ -7,7 +7,8 @@ import os
 import re
 import textwrap
 import tomllib
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast, get_args, get_origin, get_type_hints
 
@@ -92,8 +93,12 @@ def check_value(name: str, value: object, kind: Any) -> Any:
     """Returns a value as `kind`; raises UsageError for another type, or outside its range."""
     # A numpy float64 is a float, but unknown to msgspec.
     plain = float(value) if isinstance(value, float) else value
+    plain = str(value) if isinstance(value, Decimal) else plain  # equal to a float, and unlike one
     if isinstance(value, Path):
         path_of(name, value)
+    texts = value if isinstance(value, list | tuple) else (value,)
+    for text in (each for each in texts if isinstance(each, str) and not _is_utf8(each)):
+        raise UsageError(Option(name), f" must be UTF-8, found {shown(text)}")
     try:
         return msgspec.convert({"value": plain}, _holder(kind)).value
     except (ValueError, AttributeError) as error:  # also of surrogates and of numpy integers
@@ -104,9 +109,17 @@ def check_value(name: str, value: object, kind: Any) -> Any:
 def path_of(name: str, value: object) -> Path:
     """Returns a path; raises UsageError for another type, an empty text or a NUL."""
     text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
-    if not isinstance(text, str) or not text or "\0" in text:
+    if not isinstance(text, str) or not text or "\0" in text or not _is_utf8(text, os.fsencode):
         raise UsageError(Option(name), f" must be a path, found {shown(value)}")
     return Path(text)
+
+
+def _is_utf8(text: str, encode: Callable[[str], bytes] = str.encode) -> bool:
+    try:
+        encode(text)
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def require_type(name: str, value: object, kind: Any) -> None:

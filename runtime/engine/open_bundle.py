@@ -60,7 +60,7 @@ from transferry.runtime.proof.certificates.standing import (
 from transferry.runtime.proof.certificates.strength import FORMER, STRENGTHS, Strength
 from transferry.runtime.proof.recorded import verify_recorded
 from transferry.runtime.proof.report import ParityReport
-from transferry.runtime.settings import path_of, require_type
+from transferry.runtime.settings import check_value, path_of, require_type
 from transferry.runtime.tokenizer.special_tokens import SpecialTokens
 
 AnyModel = TypeVar("AnyModel", bound=ServedModel)
@@ -147,6 +147,7 @@ class OpenBundle:
         least = "checkpoint" if require_certificate is True else require_certificate
         require_type("options", options, SessionOptions | None)
         require_type("variant", variant, str | None)
+        check_value("require_signatures", require_signatures, int)
         named = FORMER.get(str(least), least)
         strength = None if named in (None, False) else cast("Strength", named)
         if strength not in (None, *STRENGTHS):
@@ -164,7 +165,8 @@ class OpenBundle:
         if replicas is None:
             cpu = options.provider == "cpu"
             replicas = max(1, usable_cores() // options.threads) if cpu else 1
-        chosen = bundle.variant(variant) if variant else fastest(bundle, devices[0], trusted)
+        by_default = partial(fastest, bundle, devices[0], trusted)
+        chosen = by_default() if variant is None else bundle.variant(variant)
         shares = shares_of(replicas, processes, options, weights_of(bundle, chosen))
         others = None
         if len(shares) > 1:

@@ -144,7 +144,7 @@ def checked_prompts(texts: Iterable[Source], variables: str = "") -> Iterator[En
 def _prompt(variables: str, source: Any, number: int) -> Encodable | Asked:
     if isinstance(source, Prompt | InLanguages | Asked):
         return source
-    if isinstance(source, Sequence) and not isinstance(source, str | bytes):
+    if isinstance(source, Sequence) and not isinstance(source, str | bytes | bytearray):
         if not source:
             return RowError("prompt", f"expected messages or token ids in row {number}, found none")
         kinds: dict[Any, PromptKind] = {Mapping: "messages", int: "ids"}

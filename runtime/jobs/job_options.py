@@ -4,11 +4,12 @@ import codecs
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
 import msgspec
 
+from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.engine.tasks.table import TASKS, TaskName, TaskOptions, check_options
 from transferry.runtime.engine.tasks.task import OutputFormat
 from transferry.runtime.errors import Option, UsageError, joined_options, require
@@ -80,8 +81,11 @@ class JobOptions(TaskOptions):
 
     def __post_init__(self) -> None:
         for name in ("column", "output_column", "keep", "drop"):
-            if isinstance(value := getattr(self, name), str | None):  # one name may stand alone
+            # One name may stand alone; a set, which has no order, is refused.
+            if isinstance(value := getattr(self, name), str | set | frozenset | None):
                 object.__setattr__(self, name, () if value is None else (value,))
+        if isinstance(self.generation, GenerationOptions):
+            object.__setattr__(self, "generation", asdict(self.generation))
         check_fields(self)
         if len(self.column) > 1 and self.target is not None:
             raise UsageError(

@@ -110,7 +110,8 @@ class GenerateOptions(LanguageOptions):
     """Options of generate.
 
     Attributes:
-        generation: Fields of GenerationOptions that replace the bundle's defaults.
+        generation: Fields of GenerationOptions that replace the bundle's defaults, or all of them
+            as GenerationOptions.
         prefix: Text that every output begins with.
         chat: Render each row as a user's turn with the bundle's chat template.
         system: System message before each turn of --chat.
@@ -163,8 +164,9 @@ class Generate(Task):
         chosen = dict(options.generation)
         if options.suppress:
             chosen["suppress"] = tuple(map(token_or_text, options.suppress))
-        prefix = tuple(tokenizer.encode_target(options.prefix))
-        self.generation = engine.options(**chosen, prefix=prefix)
+        if options.prefix:
+            chosen["prefix"] = tuple(tokenizer.encode_target(options.prefix))
+        self.generation = engine.options(**chosen)
         engine.require_covered(self.generation)
         if options.prompt_kind in ("turn", "messages") or layout.has_chat:
             tokenizer.require_chat()
@@ -352,7 +354,7 @@ def generate(
     """
     options = engine.options(options, **named)
     languages = source_language, target_language, engine.bundle.tokenizer.special
-    variables = template_variables(chat_template_kwargs or {})
+    variables = template_variables({} if chat_template_kwargs is None else chat_template_kwargs)
     prompts = in_languages(checked_prompts(texts, variables), *languages)
     check_value("first_row", first_row, Whole64)
     engine.require_task(Generate.name)

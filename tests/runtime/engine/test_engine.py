@@ -5,6 +5,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -258,6 +259,12 @@ def test_load_opens_what_is_asked_for(bundle_folder: Path) -> None:
     [
         (lambda folder: Engine(folder, replicas=0), "replicas must be at least 1, found 0"),
         (lambda folder: Engine(folder, variant="int8"), "no variant 'int8'; it has portable"),
+        (lambda folder: Engine(folder, variant=""), "no variant ''; it has portable"),
+        (lambda folder: Engine("\ud800"), r"folder must be a path, found '\\ud800'"),
+        (
+            lambda folder: Engine(folder, require_signatures=1.0),  # type: ignore[arg-type]
+            "require_signatures must be a whole number, found 1.0",
+        ),
         (lambda folder: Engine(folder, threads=0), "threads must be 1 or more"),
         (lambda folder: Engine(folder, device_ids=[]), r"each of them once, found \[\]"),
         (lambda folder: Engine(folder, device_ids=[1, 1]), r"once, found \[1, 1\]"),
@@ -278,6 +285,9 @@ def test_load_refuses(bundle_folder: Path, load: Callable[[Path], Engine], messa
         ({"five": 5}, None, "texts must be several, such as a list, found {'five': 5}"),
         (np.array([["five"]]), None, "texts must be several, such as a list, found array"),
         (pyarrow.table({"t": ["five"]}), None, "such as a list, found a table; give one column"),
+        (["five"], {"chat_template_kwargs": False}, "chat_template_kwargs must be a JSON object"),
+        (["five"], {"temperature": Decimal("1.5")}, r"must be a number, found Decimal\('1.5'\)"),
+        (["five"], {"stop": ["\ud800"]}, r"stop must be UTF-8, found '\\ud800'"),
         (["five"], {"first_row": -1}, "first_row must be a whole number of at least 0, found -1"),
         (["five"], {"first_row": 2**63}, "first_row must be a whole number of at most"),
     ],
@@ -287,6 +297,12 @@ def test_misuse_is_told_in_words(
 ) -> None:
     with pytest.raises(UsageError, match=message):
         list(engine.generate(texts, **(options or {})))
+
+
+def test_bytes_are_no_token_ids(engine: Engine) -> None:
+    rows: Any = [b"five", bytearray(b"five")]
+    found = [result.error and result.error.kind for result in engine.generate(rows)]
+    assert found == ["no-text", "no-text"]
 
 
 def test_pairs_are_several_too(engine: Engine) -> None:

@@ -5,6 +5,7 @@ import hashlib
 import io
 import json
 import sys
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.runtime.jobs.helpers import Echo, contents, make_job, names, read_records, run
+from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.engine import open_bundle
 from transferry.runtime.engine.tasks.table import TASKS, option_names
 from transferry.runtime.errors import InputError, UsageError
@@ -267,6 +269,8 @@ def test_a_summary_lies_beside_the_output(source: Path, out: Path) -> None:
         ({"partition": ""}, "partition must be I/N"),
         ({"chunk_rows": 0}, "chunk_rows must be at least 1, found 0"),
         ({"max_errors": -1}, "max_errors must be at least 0, found -1"),
+        ({"column": {"a", "b"}}, "column must be a list, found"),
+        ({"keep": ["a", "\ud800"]}, r"keep must be UTF-8, found '\\ud800'"),
         ({"task": "embed", "generation": {"beam": 4}}, "beam has no effect on task embed"),
         ({"task": "score", "canary": "1/2"}, "canary has no effect on task score"),
         *(({"canary": text}, CANARY) for text in ("", "1000", "2/3", "1/0", "1/-4", "1/x")),
@@ -332,7 +336,9 @@ def test_an_engine_that_loses_a_result_ends_the_job(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["bundle", "inputs", "output", "target"])
-@pytest.mark.parametrize("value", [b"a", 3, "a\0b", Path("a\0b"), object(), None, ["a", "\0"]])
+@pytest.mark.parametrize(
+    "value", [b"a", 3, "a\0b", Path("a\0b"), Path("\ud800"), None, ["a", "\0"]]
+)
 def test_a_path_of_another_type_is_refused(source: Path, out: Path, place: str, value: Any) -> None:
     given: dict[str, Any] = {"bundle": Echo(), "inputs": source, "output": out, "target": None}
     given[place] = value
@@ -341,6 +347,13 @@ def test_a_path_of_another_type_is_refused(source: Path, out: Path, place: str, 
     with pytest.raises(UsageError, match=f"{place} must be a path, found "):
         options = JobOptions(task="score", target=given.pop("target"))
         Job(given["bundle"], given["inputs"], given["output"], options)
+
+
+def test_generation_options_replace_all_of_the_bundle(source: Path, out: Path) -> None:
+    chosen = GenerationOptions(beam=2, prefix=(7,))
+    job = make_job(source, out.name, generation=chosen)
+    assert job.task.generation == chosen
+    assert make_job(source, out.name, generation=asdict(chosen)).fingerprint == job.fingerprint
 
 
 def test_a_job_runs_once(source: Path, out: Path) -> None:
