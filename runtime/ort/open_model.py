@@ -7,6 +7,7 @@ from transferry.runtime.bundle.specs import STANDARD, Variant
 from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.decoding.decoder import ObservableDecoder
 from transferry.runtime.errors import ProviderError, TransferryError, UsageError
+from transferry.runtime.hardware import huge_pages
 from transferry.runtime.ort.encoder import EncoderModel
 from transferry.runtime.ort.fused_decoder import FusedDecoder, RecurrentDecoder
 from transferry.runtime.ort.graph_runner import runtime_of
@@ -45,7 +46,8 @@ def open_model(bundle: Bundle, variant: Variant, options: SessionOptions) -> Ser
     """
     if error := refusal(options, variant):
         raise error
-    return model_class(variant)(bundle, variant, options)
+    with huge_pages():
+        return model_class(variant)(bundle, variant, options)
 
 
 def refusal(options: SessionOptions, variant: Variant) -> TransferryError | None:

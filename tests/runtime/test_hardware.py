@@ -1,9 +1,75 @@
+import mmap
 import platform
+import re
+import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from transferry.runtime.hardware import cpu_name, instruction_sets, usable_cores
+from transferry.runtime import hardware
+from transferry.runtime.hardware import (
+    HUGE_PAGES,
+    cpu_name,
+    huge_pages,
+    instruction_sets,
+    usable_cores,
+)
+
+
+def huge_page() -> int:
+    """Bytes of a huge page; skips the test where Linux makes none of memory in use."""
+    if not (HUGE_PAGES / "enabled").exists():
+        pytest.skip("this system has no transparent huge pages")
+    size = int((HUGE_PAGES / "hpage_pmd_size").read_text())
+    with mmap.mmap(-1, 2 * size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        memory[:: mmap.PAGESIZE] = bytes(2 * size // mmap.PAGESIZE)
+        found = np.frombuffer(memory, np.uint8)
+        start = -found.ctypes.data % size
+        del found
+        try:
+            memory.madvise(25, start, size)
+        except OSError as error:
+            pytest.skip(f"Linux makes no huge page of memory in use: {error}")
+    return size
+
+
+def in_use(name: str) -> int:
+    """Bytes of this process's memory of a kind."""
+    found = re.search(rf"{name}: +(\d+) kB", Path("/proc/self/smaps_rollup").read_text())
+    assert found
+    return int(found[1]) * 1024
+
+
+def test_filled_memory_becomes_huge_pages_and_no_memory_is_added() -> None:
+    size = huge_page()
+    huge = in_use("AnonHugePages")
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    with huge_pages():
+        memory = mmap.mmap(-1, 8 * size, flags=flags)
+        touched = [*range(0, 4 * size, mmap.PAGESIZE), *range(4 * size, 8 * size, size)]
+        for place in touched:
+            memory[place] = 1
+        used = in_use("Anonymous")
+    for thread in threading.enumerate():
+        if thread.name == "huge pages":
+            thread.join()
+    assert in_use("AnonHugePages") - huge >= 3 * size
+    assert in_use("Anonymous") - used < size
+    assert memory[:].count(1) == len(touched)
+
+
+def test_forbidden_huge_pages_are_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "enabled").write_text("always madvise [never]\n")
+    (tmp_path / "hpage_pmd_size").write_text("2097152\n")
+    monkeypatch.setattr(hardware, "HUGE_PAGES", tmp_path)
+    monkeypatch.setattr(threading, "Thread", None)
+    with huge_pages():
+        memory = mmap.mmap(-1, 1 << 23, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory[::4096] = bytes(1 << 11)
+    monkeypatch.undo()
 
 
 @pytest.mark.parametrize(
