@@ -1,7 +1,8 @@
 // Labels of texts, of pairs of texts and of tokens: the scores of a model's head.
 
 import { shown, UsageError } from "../errors.js";
-import { answered, checkLongRows, encodeRow, notFinite, prefixed, requireFull, requireTexts, single, tokenIds, tooLong } from "../rows.js";
+import { answered, checkLongRows, encodeRow, notFinite, prefixed, requireFull, requireTexts } from "../rows.js";
+import { RowError, single, tokenIds, tooLong } from "../rows.js";
 
 const AGGREGATIONS = ["none", "simple", "first", "average", "max"];
 
@@ -113,11 +114,24 @@ function headRecord(engine, row, longRows, answer) {
       : (_, ...rest) => encodePair(read, pair, ...rest);
   return answered(text, {}, async () => {
     const { ids, truncated } = encode(read, engine.bundle.tokenizer, limits);
+    requireUndivided(engine.bundle, ids, pair);
     const { data } = await engine.encoder.encode(ids, "head");
     if (!data.every(Number.isFinite)) throw notFinite({ truncated });
     const record = { source: text, ...answer(data) };
     return truncated ? { ...record, truncated } : record;
   });
+}
+
+/** Refuses a text with the token that separates two texts, after which the graph begins the second segment. */
+function requireUndivided({ manifest, tokenizer }, ids, pair) {
+  const { segments, segment_end: separator } = manifest.model;
+  const { special } = tokenizer;
+  const number = (tokens) => tokens.filter((token) => token === separator).length;
+  if (!segments || number(ids) === number(special.wrap(pair === null ? [] : special.between))) return;
+  throw new RowError(
+    "tokenizer",
+    "the text holds the token that separates two texts; give these as a pair, or leave the token out",
+  );
 }
 
 /** Returns the ids of a pair in a template, with the names of both at odd places; see `encodeRow`. */

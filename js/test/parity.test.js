@@ -55,13 +55,13 @@ for (const name of ["onnxruntime-node", "onnxruntime-web"]) {
   test(`${name} gives the records of Python`, { skip }, async (context) => {
     const session = name.endsWith("web") ? { executionProviders: ["wasm"] } : {};
     const engines = new Map();
-    for (const { bundle, variant, task, method, options, texts, records, refused } of cases.answers) {
+    for (const { bundle, variant, special: specialTokens, task, method, options, texts, records, refused } of cases.answers) {
       const { longRows, sourceLanguage, targetLanguage, firstRow, chatTemplateKwargs, ...values } = options;
       const rest = { longRows, sourceLanguage, targetLanguage, firstRow, chatTemplateKwargs };
       const [given, how] = task === "generate" ? [[values], rest] : [[], options];
       await context.test(`${task} ${JSON.stringify(options)}, ${variant}`, async () => {
-        const key = `${bundle} ${variant}`;
-        if (!engines.has(key)) engines.set(key, await Engine.load(bundle, { ort, session, variant, sentences, chat }));
+        const key = `${bundle} ${variant} ${specialTokens}`;
+        if (!engines.has(key)) engines.set(key, await Engine.load(bundle, { ort, session, variant, specialTokens, sentences, chat }));
         if (!records) {
           await assert.rejects(engines.get(key)[method](texts, ...given, how).next(), ({ name, message }) => {
             assert.equal(name, "UsageError");

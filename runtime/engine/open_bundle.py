@@ -27,11 +27,13 @@ from transferry.runtime.engine.opening import (
     weights_of,
 )
 from transferry.runtime.engine.preprocess import (
+    EncodeBatch,
     EncodedRow,
     LongRows,
     Preprocessor,
     Row,
     WorkItem,
+    encode_undivided,
 )
 from transferry.runtime.engine.processes import Parts, Processes
 from transferry.runtime.engine.prompts import Encodable, encode_inputs
@@ -234,10 +236,13 @@ class OpenBundle:
         self.replicas = replicas
         self.batches = batches or models[0].batches
         self._waiting: Callable[[int], None] = _nothing
-        self.max_positions = int(bundle.manifest.model["max_positions"])
-        tokenizer = bundle.tokenizer
+        tokenizer, model = bundle.tokenizer, bundle.manifest.model
+        self.max_positions = int(model["max_positions"])
+        encode: EncodeBatch = tokenizer.encode_batch
+        if model.get("segments"):
+            encode = partial(encode_undivided, tokenizer, model["segment_end"])
         self.preprocessor = Preprocessor(
-            tokenizer.encode_batch, tokenizer.special, self.max_positions, tokenizer.longest_token
+            encode, tokenizer.special, self.max_positions, tokenizer.longest_token
         )
 
     def __enter__(self) -> Self:

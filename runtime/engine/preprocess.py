@@ -15,11 +15,12 @@ from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.engine.result import RowError
 from transferry.runtime.errors import Option, UsageError, from_extra
 from transferry.runtime.settings import shown
-from transferry.runtime.tokenizer.special_tokens import SpecialTokens, TextError
+from transferry.runtime.tokenizer.special_tokens import AnyTokenizer, SpecialTokens, TextError
 from transferry.runtime.tokenizer.third_party import well_formed
 
 Row = TypeVar("Row")
 LongRows = Literal["error", "truncate", "split"]
+EncodeBatch = Callable[[list[str]], list[list[int]]]
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,21 @@ class WorkItem(Generic[Row]):
     width: int = 1
 
 
+def encode_undivided(tokenizer: AnyTokenizer, separator: int, texts: list[str]) -> list[list[int]]:
+    """Encodes texts; one that holds the separator is a TextError.
+
+    The graph begins the second segment after the first separator, transformers with the second
+    text.
+    """
+    found = tokenizer.encode_batch(texts)
+    if any(separator in ids for ids in found):
+        raise TextError(
+            "the text holds the token that separates two texts; give these as a pair, or leave the "
+            "token out"
+        )
+    return found
+
+
 @dataclass(frozen=True)
 class Preprocessor:
     """Encodes texts for a model.
@@ -87,7 +103,7 @@ class Preprocessor:
             tokenizer may drop or join characters.
     """
 
-    encode_batch: Callable[[list[str]], list[list[int]]]
+    encode_batch: EncodeBatch
     special: SpecialTokens
     positions: int
     longest_token: int | None = None

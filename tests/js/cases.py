@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -141,10 +141,11 @@ def answers_of(
     variant: str = "portable",
     *,
     refused: str = "",
+    special: Literal["as-text", "as-tokens"] = "as-text",
 ) -> dict[str, Any]:
     """Returns the records of Python for js/test to compare, or why the options are refused."""
     method = task.replace("-", "_")
-    with Engine(folder, variant=variant) as engine:
+    with Engine(folder, variant=variant, special_tokens=special) as engine:
         rows = [(text, None) for text in texts]
         pairs = task == "score" and not engine.decoder.has_encoder
         found = [] if refused else getattr(engine, method)(rows if pairs else texts, **options)
@@ -153,6 +154,7 @@ def answers_of(
     first, *rest = task.split("-")  # "fill-mask" is the method fillMask
     named = {"task": task, "method": first + "".join(map(str.capitalize, rest))}
     case = {"bundle": str(folder), "variant": variant, **named, "options": options}
+    case["special"] = special
     for name, other in {**IN_JAVASCRIPT, "=True": "=true", "=False": "=false"}.items():
         refused = refused.replace(name, other)
     return {**case, "texts": texts, "records": None if refused else records, "refused": refused}

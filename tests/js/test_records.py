@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
+from tests.build_model.importing.huggingface.heads import Theirs
+from tests.conftest import make_bundle
 from tests.end_to_end import test_chats
 from tests.end_to_end.chat_templates import TEMPLATES
 from tests.js.cases import answers_of, npm_test, seal, write_cases
+from transferry.build_model.importing.huggingface.importer import import_pretrained
 from transferry.runtime.errors import UsageError
 from transferry.runtime.tokenizer.chat import ChatError
 
@@ -36,6 +39,7 @@ SEARCHES: tuple[dict[str, Any], ...] = (
 TEXTS = ["anna", "a cat and a dog", "", "b" * 2000, "one two three", " x ", "\u3000"]
 # No ids of the bundles, and no ids.
 ODD: list[Any] = [[], [5, 10**6], [-1], [3, 4], 5, 1.5]
+MODES: tuple[Literal["as-text", "as-tokens"], ...] = ("as-text", "as-tokens")
 LINES = ["\na cat\r\n \n\r a dog\n", "x\n", "\n", "a\n" + "b" * 2000, "a\u2028b\x0bc\nd"]
 
 
@@ -205,3 +209,14 @@ def test_chats_have_the_ids_of_python(tmp_path: Path) -> None:
         cases.append({"bundle": str(folder), "chats": [*chats, ([], None, {})]})
     assert sum(ids is not None for case in cases for _, ids, _ in case["chats"]) > 80
     assert "# fail 0" in npm_test(write_cases(tmp_path / "cases.json", [], [], chats=cases))
+
+
+@pytest.mark.optional("node", "onnxruntime-node")
+def test_a_separator_within_a_text(tmp_path: Path, traces: None) -> None:
+    """The graph would begin the second segment there."""
+    Theirs("bert", 0, tmp_path / "theirs", "ForSequenceClassification")
+    import_pretrained(tmp_path / "theirs", tmp_path / "run")
+    bundle = make_bundle(tmp_path / "run", tmp_path / "bundle")
+    rows = ["the </s> cat", ("the cat", "sat </s>"), "the cat", ("the cat", "sat")]
+    given = [answers_of(bundle, "classify", {}, rows, special=mode) for mode in MODES]
+    assert compared(tmp_path, given) == {"tokenizer"}

@@ -258,8 +258,8 @@ class _Call(EncoderCall):
             return EMPTY
         question, context = pair
         try:
-            (asked,) = self.tokenizer.encode_batch([question])
-            ids, places = self.tokenizer.encode(context), self.tokenizer.places(context)
+            asked, ids = self.preprocessor.encode_batch([question, context])
+            places = self.tokenizer.places(context)
         except TextError as error:
             return RowError("tokenizer", str(error))
         if not ids:

@@ -36,6 +36,7 @@ from tests.build_model.importing.huggingface.tokenizer.test_tokenizer_classes im
 from tests.commands import call, done
 from tests.conftest import Once
 from tests.end_to_end.files import HARD_TEXTS
+from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.preprocess import Preprocessor
 from transferry.runtime.tokenizer.byte_pair import load_tokenizer
 
@@ -240,3 +241,18 @@ def test_tags_stand_where_a_text_cut_at_its_beginning_has_them(
         assert (tag["start"], tag["end"]) == (start, end)
         assert abs(tag["score"] - score) < 1e-5
     assert record["tags"][-1]["end"] >= len(text.rstrip())
+
+
+@pytest.mark.parametrize("kind", ["ForSequenceClassification", "ForQuestionAnswering"])
+def test_a_separator_within_a_text_is_refused(kind: str, traces: None, tmp_path: Path) -> None:
+    """transformers counts it to the text's segment, the graph to the second."""
+    Theirs("bert", 0, tmp_path / "theirs", kind)
+    done("import", tmp_path / "theirs", "--out", tmp_path / "run", "--quiet")
+    given = ["--out", str(tmp_path / "bundle"), "--variant", "portable", "--quiet"]
+    done("export", tmp_path / "run", *given)
+    pairs = [("the </s> cat", "sat"), ("the cat", "sat </s>"), ("the <mask>", "sat")]
+    for mode in ("as-text", "as-tokens"):
+        with Engine(tmp_path / "bundle", special_tokens=mode) as engine:
+            found = list(engine.classify(pairs) if "Seq" in kind else engine.answer(pairs))
+        kinds = [each.error and each.error.kind for each in found]
+        assert kinds == (["tokenizer"] * 2 + [None] if mode == "as-tokens" else [None] * 3)
