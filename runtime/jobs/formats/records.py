@@ -284,7 +284,9 @@ class RowWriter(ABC):
         return replace(self._refuse(row, names[0]), cells=tuple(kept))
 
     def _refuse(self, row: InputRow, name: str) -> InputRow:
-        message = f"{self.format} output cannot hold the field {name!r}"
+        message = (
+            f"{self.format} output cannot hold the field {name!r}; leave it out, or write jsonl"
+        )
         return with_error(row, RowError("fields", message))
 
     def _holds(self, value: Any) -> bool:

@@ -38,7 +38,7 @@ pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is an optional extra")
 parquet = pytest.importorskip("pyarrow.parquet")
 
 
-MESSAGE = "tsv output cannot hold the field '{}'"
+MESSAGE = "tsv output cannot hold the field '{}'; leave it out, or write jsonl"
 
 
 def test_tsv_has_no_place_for_tabs_and_line_breaks(tmp_path: Path) -> None:
@@ -87,11 +87,12 @@ def test_jsonl_to_a_table_has_the_fields_of_the_first_row(tmp_path: Path) -> Non
         writer = open_writer(tmp_path / name, rows=reader.layout)
         rows = list(map(writer.admit, reader.rows()))
         format = writer.format
-        own = RowError("fields", "parquet output cannot hold the field 'id'")
+        lacks, remedy = " output cannot hold the field", "; leave it out, or write jsonl"
+        own = RowError("fields", f"parquet{lacks} 'id'{remedy}")
         assert [row.text for row in rows] == [
             *("a", "b", "c"),
-            RowError("fields", f"{format} output cannot hold the field 'more'"),
-            RowError("fields", f"{format} output cannot hold the field 'score'"),
+            RowError("fields", f"{format}{lacks} 'more'{remedy}"),
+            RowError("fields", f"{format}{lacks} 'score'{remedy}"),
             own if format == "parquet" else "f",
             RowError("no-text", "there is no field text"),
         ]
