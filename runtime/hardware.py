@@ -7,11 +7,13 @@ import os
 import platform
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 CPUINFO = Path("/proc/cpuinfo")
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
+FIRST_BATCHES = 10  # seconds
 _COLLAPSE = 25  # MADV_COLLAPSE, of Linux 6.1
 _INSTRUCTION_SETS = (
     *("avx2", "fma", "avx512f", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx_int8"),
@@ -52,31 +54,30 @@ def usable_cores() -> int:
 
 @contextlib.contextmanager
 def huge_pages() -> Iterator[None]:
-    """Moves memory that the process fills meanwhile to huge pages, where Linux has them.
+    """Moves memory that a model fills meanwhile, and soon after, to huge pages, if Linux has them.
 
     The CPU finds the addresses of large pages faster, above all in a virtual machine. A thread
-    moves the memory afterwards.
+    moves the memory once the model is open, and again when its first batches have made buffers.
     """
-    before = _blocks()
+    size = _huge_page()
+    before = _blocks(size)
     yield
-    if filled := _blocks() - before:
-        threading.Thread(None, collapse, "huge pages", (filled,), daemon=True).start()
+    if size:
+        threading.Thread(None, _move, "huge pages", (before, size), daemon=True).start()
 
 
-def collapse(blocks: Iterable[int]) -> int:
-    """Makes blocks without a hole huge pages, so that no memory is added; returns their number.
+def _move(before: set[int], size: int) -> None:
+    """Makes later blocks without a hole huge pages, so that no memory is added.
 
-    Args:
-        blocks: Addresses of blocks of the size of a huge page. Those that are mapped no more, or
-            for which Linux has no page, stay as they are.
+    Those that are mapped no more, or for which Linux has no page, stay as they are.
     """
-    count, libc = 0, ctypes.CDLL(None)
-    for block in blocks:
-        where = ctypes.c_void_p(block), ctypes.c_size_t(_huge_page())
-        pages = (ctypes.c_ubyte * (_huge_page() // mmap.PAGESIZE))()
-        if libc.mincore(*where, pages) == 0 and all(page & 1 for page in pages):
-            count += libc.madvise(*where, _COLLAPSE) == 0
-    return count
+    libc, pages = ctypes.CDLL(None), (ctypes.c_ubyte * (size // mmap.PAGESIZE))()
+    for seconds in 0, FIRST_BATCHES:
+        time.sleep(seconds)
+        for block in _blocks(size) - before:
+            where = ctypes.c_void_p(block), ctypes.c_size_t(size)
+            if libc.mincore(*where, pages) == 0 and all(page & 1 for page in pages):
+                libc.madvise(*where, _COLLAPSE)
 
 
 def _huge_page() -> int:
@@ -88,13 +89,12 @@ def _huge_page() -> int:
         return 0
 
 
-def _blocks() -> set[int]:
-    """Addresses of this process's own memory in blocks of the size of a huge page."""
+def _blocks(size: int) -> set[int]:
+    """Addresses of this process's own memory in blocks of a size; none of size 0."""
     found: set[int] = set()
-    if size := _huge_page():
-        for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
-            place, rights, _, _, inode = line.split()[:5]
-            if rights == "rw-p" and inode == "0":
-                start, end = (int(address, 16) for address in place.split("-"))
-                found.update(range(-(-start // size) * size, end - size + 1, size))
+    for line in Path("/proc/self/maps").read_bytes().splitlines() if size else ():
+        place, rights, _, _, inode = line.split()[:5]
+        if rights == b"rw-p" and inode == b"0":
+            start, end = (int(address, 16) for address in place.split(b"-"))
+            found.update(range(-(-start // size) * size, end - size + 1, size))
     return found

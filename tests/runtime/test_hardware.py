@@ -22,7 +22,7 @@ def huge_page() -> int:
     if not (HUGE_PAGES / "enabled").exists():
         pytest.skip("this system has no transparent huge pages")
     size = int((HUGE_PAGES / "hpage_pmd_size").read_text())
-    with mmap.mmap(-1, 2 * size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+    with some_memory(2 * size) as memory:
         memory[:: mmap.PAGESIZE] = bytes(2 * size // mmap.PAGESIZE)
         found = np.frombuffer(memory, np.uint8)
         start = -found.ctypes.data % size
@@ -34,6 +34,10 @@ def huge_page() -> int:
     return size
 
 
+def some_memory(size: int) -> mmap.mmap:
+    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
 def in_use(name: str) -> int:
     """Bytes of this process's memory of a kind."""
     found = re.search(rf"{name}: +(\d+) kB", Path("/proc/self/smaps_rollup").read_text())
@@ -41,21 +45,26 @@ def in_use(name: str) -> int:
     return int(found[1]) * 1024
 
 
-def test_filled_memory_becomes_huge_pages_and_no_memory_is_added() -> None:
+def test_filled_memory_becomes_huge_pages_and_no_memory_is_added(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hardware, "FIRST_BATCHES", 0.5)
     size = huge_page()
-    huge = in_use("AnonHugePages")
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    huge, others = in_use("AnonHugePages"), threading.enumerate()
     with huge_pages():
-        memory = mmap.mmap(-1, 8 * size, flags=flags)
+        memory = some_memory(8 * size)
         touched = [*range(0, 4 * size, mmap.PAGESIZE), *range(4 * size, 8 * size, size)]
         for place in touched:
             memory[place] = 1
         used = in_use("Anonymous")
-    for thread in threading.enumerate():
-        if thread.name == "huge pages":
-            thread.join()
-    assert in_use("AnonHugePages") - huge >= 3 * size
-    assert in_use("Anonymous") - used < size
+    (thread,) = set(threading.enumerate()) - set(others)
+    while in_use("AnonHugePages") - huge < 3 * size:
+        assert thread.is_alive()
+    buffers = some_memory(4 * size)
+    buffers[:: mmap.PAGESIZE] = bytes(4 * size // mmap.PAGESIZE)
+    thread.join()
+    assert in_use("AnonHugePages") - huge >= 6 * size
+    assert in_use("Anonymous") - used < 5 * size
     assert memory[:].count(1) == len(touched)
 
 
@@ -67,7 +76,7 @@ def test_forbidden_huge_pages_are_left_alone(
     monkeypatch.setattr(hardware, "HUGE_PAGES", tmp_path)
     monkeypatch.setattr(threading, "Thread", None)
     with huge_pages():
-        memory = mmap.mmap(-1, 1 << 23, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = some_memory(1 << 23)
         memory[::4096] = bytes(1 << 11)
     monkeypatch.undo()
 
