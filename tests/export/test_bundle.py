@@ -141,7 +141,7 @@ class TestPlace:
         self, checkpoint: Checkpoint, bundle_folder: Path, texts: list[str], old: Path
     ) -> None:
         contents = Contents(texts[:2])
-        with pytest.raises(UsageError, match="--force"):
+        with pytest.raises(UsageError, match="add force to replace"):
             exported(checkpoint, old, contents)
         assert files_of(old) == files_of(bundle_folder)
         note = old / "of somebody else"

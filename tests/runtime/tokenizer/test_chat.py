@@ -132,7 +132,7 @@ def test_a_template_is_saved_with_the_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("other")
     assert load_tokenizer(tmp_path) != made
     made.chat = None
-    with pytest.raises(UsageError, match="no chat template; leave out --chat"):
+    with pytest.raises(UsageError, match="no chat template; leave out chat and messages"):
         made.encode_chat([USER])
 
 
