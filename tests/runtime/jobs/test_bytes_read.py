@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import threading
 from collections.abc import Iterator
 from heapq import heappop, heappush
 from itertools import accumulate
@@ -33,6 +34,14 @@ CASES = {
     "parquet of tiny groups": (200, 3, ROWS),
     "parquet in files": (60, 37, 550),
 }
+
+
+@pytest.fixture(autouse=True)
+def nothing_else_is_read() -> None:
+    """Waits for threads that read /proc since another test opened a model."""
+    for thread in threading.enumerate():
+        if thread.name == "huge pages":
+            thread.join()
 
 
 def write(folder: Path, form: str, group: int = 0, file: int = ROWS) -> list[Path]:
