@@ -27,13 +27,11 @@ from transferry.runtime.engine.opening import (
     weights_of,
 )
 from transferry.runtime.engine.preprocess import (
-    EncodeBatch,
     EncodedRow,
     LongRows,
     Preprocessor,
     Row,
     WorkItem,
-    encode_undivided,
 )
 from transferry.runtime.engine.processes import Parts, Processes
 from transferry.runtime.engine.prompts import Encodable, encode_inputs
@@ -238,11 +236,10 @@ class OpenBundle:
         self._waiting: Callable[[int], None] = _nothing
         tokenizer, model = bundle.tokenizer, bundle.manifest.model
         self.max_positions = int(model["max_positions"])
-        encode: EncodeBatch = tokenizer.encode_batch
-        if model.get("segments"):
-            encode = partial(encode_undivided, tokenizer, model["segment_end"])
         self.preprocessor = Preprocessor(
-            encode, tokenizer.special, self.max_positions, tokenizer.longest_token
+            *(tokenizer.encode_batch, tokenizer.special, self.max_positions),
+            tokenizer.longest_token,
+            model["segment_end"] if model.get("segments") else None,
         )
 
     def __enter__(self) -> Self:

@@ -15,12 +15,17 @@ from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.engine.result import RowError
 from transferry.runtime.errors import Option, UsageError, from_extra
 from transferry.runtime.settings import shown
-from transferry.runtime.tokenizer.special_tokens import AnyTokenizer, SpecialTokens, TextError
+from transferry.runtime.tokenizer.special_tokens import SpecialTokens, TextError
 from transferry.runtime.tokenizer.third_party import well_formed
 
 Row = TypeVar("Row")
 LongRows = Literal["error", "truncate", "split"]
-EncodeBatch = Callable[[list[str]], list[list[int]]]
+# The graph begins the second segment after the first separator, transformers with the second text.
+DIVIDED = RowError(
+    "tokenizer",
+    "the text holds the token that separates two texts; give these as a pair, or leave the token "
+    "out",
+)
 
 
 @dataclass(frozen=True)
@@ -75,21 +80,6 @@ class WorkItem(Generic[Row]):
     width: int = 1
 
 
-def encode_undivided(tokenizer: AnyTokenizer, separator: int, texts: list[str]) -> list[list[int]]:
-    """Encodes texts; one that holds the separator is a TextError.
-
-    The graph begins the second segment after the first separator, transformers with the second
-    text.
-    """
-    found = tokenizer.encode_batch(texts)
-    if any(separator in ids for ids in found):
-        raise TextError(
-            "the text holds the token that separates two texts; give these as a pair, or leave the "
-            "token out"
-        )
-    return found
-
-
 @dataclass(frozen=True)
 class Preprocessor:
     """Encodes texts for a model.
@@ -101,12 +91,14 @@ class Preprocessor:
         longest_token: Characters of the longest token, so that the length of a text bounds its
             tokens from below and a text that must be too long is not tokenised. None if the
             tokenizer may drop or join characters.
+        separator: Token that ends a segment; None of a model without segments.
     """
 
-    encode_batch: EncodeBatch
+    encode_batch: Callable[[list[str]], list[list[int]]]
     special: SpecialTokens
     positions: int
     longest_token: int | None = None
+    separator: int | None = None
 
     def encode(
         self,
@@ -185,13 +177,23 @@ class Preprocessor:
         if not text.strip():
             error = RowError("empty", "there is no text to work on")
         elif tokens <= room:
-            return EncodedRow(text, wrapped, tokens)
+            return self.undivided(EncodedRow(text, wrapped, tokens))
         elif long_rows == "truncate" and room > around:
             kept = self.special.wrap(self.special.cut(ids, room - around))
-            return EncodedRow(text, kept, tokens, truncated=True)
+            return self.undivided(EncodedRow(text, kept, tokens, truncated=True))
         else:
             error = too_long(tokens, self.positions, "at least " * uncounted)
         return EncodedRow(text, (), tokens, error)
+
+    def undivided(self, row: EncodedRow, between: Sequence[int] = ()) -> EncodedRow:
+        """Returns a row, or its error if a text holds the token that ends a segment.
+
+        `between` are the tokens between the two texts of a pair.
+        """
+        end = self.separator
+        if end is None or row.ids.count(end) == self.special.wrap(between).count(end):
+            return row
+        return EncodedRow(row.text, (), row.tokens, DIVIDED)
 
     def pieces(self, text: str) -> list[str]:
         """Splits a text into pieces that fit the model: neighbouring sentences, as many as fit.

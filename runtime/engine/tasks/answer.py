@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from transferry.runtime.engine.preprocess import EncodedRow, LongRows, checked_pairs
+from transferry.runtime.engine.preprocess import DIVIDED, EncodedRow, LongRows, checked_pairs
 from transferry.runtime.engine.result import Results, RowError, RowResult
 from transferry.runtime.engine.tasks.heads import (
     EMPTY,
@@ -258,12 +258,14 @@ class _Call(EncoderCall):
             return EMPTY
         question, context = pair
         try:
-            asked, ids = self.preprocessor.encode_batch([question, context])
+            asked, ids = self.tokenizer.encode_batch([question, context])
             places = self.tokenizer.places(context)
         except TextError as error:
             return RowError("tokenizer", str(error))
         if not ids:
             return EMPTY
+        if self.preprocessor.separator in (*asked, *ids):
+            return DIVIDED
         special = self.special
         begin = [*special.before, *asked, *special.between]
         room = self.window - len(begin) - len(special.after)

@@ -293,7 +293,7 @@ def _joined(
         most = longest_first(len(left), len(right), room)
         left, right = (list(special.cut(*each)) for each in zip((left, right), most, strict=True))
     joined = special.wrap([*left, *special.between, *right])
-    return EncodedRow(text, joined, tokens, truncated=cut)
+    return preprocessor.undivided(EncodedRow(text, joined, tokens, truncated=cut), special.between)
 
 
 def longest_first(left: int, right: int, room: int) -> tuple[int, int]:
