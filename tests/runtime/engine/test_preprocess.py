@@ -200,6 +200,19 @@ def test_parts_that_have_more_tokens_together_are_cut_again() -> None:
     assert " ".join(pieces).split() == words
 
 
+def test_a_separator_is_an_error_only_where_the_model_reads_it() -> None:
+    def encode_batch(texts: list[str]) -> list[list[int]]:
+        return [list(map(int, text.split())) for text in texts]
+
+    special = SpecialTokens(pad_id=0, bos_id=1, eos_id=2, after=(2,))
+    texts, expected = ["5 6", "5 2 6", "5 6 7 8 2", "2 5 6 7 8"], [None, "tokenizer"] * 2
+    rows = Preprocessor(encode_batch, special, 5, separator=2).encode(texts, "truncate")
+    assert [row.error and row.error.kind for row in rows] == expected
+    assert [row.ids for row in rows] == [[5, 6, 2], (), [5, 6, 7, 8, 2], ()]
+    rows = Preprocessor(encode_batch, special, 5).encode(texts, "truncate")
+    assert not any(row.error for row in rows)
+
+
 @pytest.mark.parametrize("text", ["x", "", "  ", "a. \udead b."])
 def test_sentences_lose_nothing(text: str) -> None:
     assert "".join(sentences(text)) == text.replace("\udead", "\ufffd")
