@@ -115,9 +115,8 @@ class BeamStrategy(Strategy):
         beam = self.width
         width = beam if rows[-1] % beam else 1  # at first each sentence has one
         sentences = rows[::width] // beam
-        totals = self.totals[sentences, :width]
-        failed = (np.isnan(normaliser).reshape(-1, width) & (totals > -np.inf)).any(axis=1)
-        totals, parents, tokens = candidates(totals, self.count)
+        former = self.totals[sentences, :width]
+        totals, parents, tokens = candidates(former, self.count)
         excess = self.excess[sentences[:, None], parents]
         parents += np.arange(len(sentences))[:, None] * width
 
@@ -128,31 +127,31 @@ class BeamStrategy(Strategy):
         ends = exists & self.is_end(tokens)
         if self.stops:
             for place in zip(*(exists & ~ends).nonzero(), strict=True):
-                row = int(rows[parents[place]])
-                ends[place] = self.stopped(row, int(tokens[place]))
-        at_limit = self.limits[sentences] == self.length + 1
+                ends[place] = self.stopped(int(rows[parents[place]]), int(tokens[place]))
         going_on: Any = slice(None), slice(beam)
-        some_end = np.count_nonzero(ends)  # several times as fast as any()
-        if some_end or np.count_nonzero(at_limit):
-            complete = (ends | exists & at_limit[:, None])[:, :beam]
-            for place in zip(*complete.nonzero(), strict=True):
-                self._add(
-                    *(int(sentences[place[0]]), int(rows[parents[place]]), int(tokens[place])),
-                    *(float(totals[place]), float(excess[place]), bool(ends[place])),
-                )
-        if some_end:
+        complete, at_limit = ends, np.zeros(1, np.bool_)
+        if self.length + 1 >= self.least_limit:
+            at_limit = self.limits[sentences] == self.length + 1
+            complete = ends | exists & at_limit[:, None]
+        if np.count_nonzero(complete):  # several times as fast as any()
+            for place in zip(*complete[:, :beam].nonzero(), strict=True):
+                where = int(sentences[place[0]]), int(rows[parents[place]]), int(tokens[place])
+                self._add(*where, float(totals[place]), float(excess[place]), bool(ends[place]))
+        if np.count_nonzero(ends):
             order = np.argsort(ends, axis=1, kind="stable")[:, :beam]
             going_on = np.arange(len(sentences))[:, None], order
             # Stop strings can end more candidates than end tokens can, and leave too few others.
             totals[ends] = -np.inf
         totals = totals[going_on]
-        done = failed | at_limit | self._settled(sentences, totals.max(axis=1))
-        if width < beam:
-            rows = self.rows_of(sentences)
+        done = at_limit | self._settled(sentences, totals[:, 0])
+        if np.count_nonzero(lost := np.isnan(normaliser)):
+            failed = (lost.reshape(-1, width) & (former > -np.inf)).any(axis=1)
+            self.failed[sentences] |= failed
+            done |= failed
         if np.count_nonzero(done):
             totals[done] = -np.inf
-            self.failed[sentences] |= failed
-            self.ended[rows] |= done.repeat(beam)
+            self.ended.reshape(-1, beam)[sentences] |= done[:, None]
+        rows = rows if width == beam else self.rows_of(sentences)
         self.totals[sentences] = totals
         self.excess[sentences] = excess[going_on]
         return Choice(rows, parents[going_on].ravel(), tokens[going_on].ravel())
@@ -245,9 +244,8 @@ def best_of_top_k(top_k: TopK, totals: Doubles, count: int) -> Candidates:
     assert top_k.logits is not None and top_k.log_sum_exp is not None
     sentences = len(totals)
     offsets = totals.reshape(-1) - top_k.log_sum_exp
-    with np.errstate(invalid="ignore"):
-        values = top_k.logits + offsets[:, None]
-    values[~np.isfinite(offsets)] = -np.inf
+    # A beam that does not exist or failed has offsets of minus infinity or NaN.
+    values = np.fmax(top_k.logits + offsets[:, None], -np.inf)
     each = values.shape[1]
     values = values.reshape(sentences, -1)
     tokens = top_k.tokens.reshape(sentences, -1)

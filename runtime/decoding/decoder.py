@@ -16,13 +16,13 @@ class TopK(NamedTuple):
 
     Attributes:
         tokens: Ids, the likeliest first, the lower of equally likely ones first `[rows, k]` int64.
-        usable: False where a logit is NaN or plus infinity, or all are minus infinity `[rows]`.
-        logits: Their logits `[rows, k]`; None where the decoder found the tokens without scores.
-        log_sum_exp: Log-sum-exp of all logits of a row `[rows]` float64; None likewise.
+        logits: Their logits `[rows, k]`; None where the decoder found the tokens without scores,
+            and -1 in a row of unusable ones.
+        log_sum_exp: Log-sum-exp of all logits of a row, NaN where a logit is NaN or plus infinity,
+            or all are minus infinity `[rows]` float64; None likewise.
     """
 
     tokens: Integers
-    usable: Bools
     logits: Floats | None = None
     log_sum_exp: Doubles | None = None
 

@@ -75,10 +75,11 @@ class SamplingStrategy(Strategy):
         return self._follow(rows, tokens, usable, gains)
 
     def choose_top_k(self, top_k: TopK, rows: Integers) -> Choice:
-        gains: Floats | float = math.nan
-        if top_k.logits is not None and top_k.log_sum_exp is not None:
-            gains = top_k.logits[:, 0] - top_k.log_sum_exp
-        return self._follow(rows, top_k.tokens[:, 0], top_k.usable, gains)
+        tokens = top_k.tokens[:, 0]
+        if top_k.logits is None or top_k.log_sum_exp is None:
+            return self._follow(rows, np.maximum(tokens, 0), tokens >= 0, math.nan)
+        gains = top_k.logits[:, 0] - top_k.log_sum_exp
+        return self._follow(rows, tokens, np.isfinite(gains), gains)
 
     def _follow(
         self, rows: Integers, tokens: Integers, usable: Bools, gains: Floats | float
@@ -91,23 +92,21 @@ class SamplingStrategy(Strategy):
             usable: False where the model's scores were not usable `[rows]`.
             gains: The tokens' log-probabilities `[rows]`; ignored without `options.scores`.
         """
-        # All rows are a slice: several times as fast as their numbers.
-        at = slice(None) if len(rows) == len(self.ended) else rows
-        growing = ~self.ended[at]
-        self.counts[at] += growing
         if self.options.scores:
-            self.totals[at] += np.where(growing, gains, 0.0)
+            self.totals[rows] += np.where(self.ended[rows], 0.0, gains)
         ends = self.is_end(tokens)
         if self.stops:
-            for place in np.flatnonzero(growing & usable & ~ends).tolist():
+            for place in np.flatnonzero(usable & ~(ends | self.ended[rows])).tolist():
                 row = int(rows[place])
-                self.at_stop[row] = self.stopped(row, int(tokens[place]))
-            ends |= self.at_stop[rows]
-        ends |= self.limits[rows // self.width] == self.length + 1
-        if not usable.all():
-            self.failed[rows] |= growing & ~usable
+                self.at_stop[row] = ends[place] = self.stopped(row, int(tokens[place]))
+        if self.length + 1 >= self.least_limit:
+            ends |= self.limits[rows // self.width] == self.length + 1
+        if np.count_nonzero(usable) < len(rows):
+            self.failed[rows] |= ~(usable | self.ended[rows])
             ends |= ~usable
-        self.ended[at] |= ends
+        if np.count_nonzero(ends):
+            new = rows[ends & ~self.ended[rows]]
+            self.counts[new], self.ended[new] = self.length + 1, True
         return Choice(rows, None, tokens)
 
     def hypotheses(self, sentence: int) -> list[Hypothesis]:

@@ -71,6 +71,7 @@ class Strategy(ABC):
         top: Number of likeliest tokens of a row that suffice for a choice; None for all logits.
         length: Tokens of the outputs that are stepped.
         limits: Maximal lengths of the outputs of each sentence `[sentences]`.
+        least_limit: The lowest of them.
         tokens: The outputs, undefined beyond their length `[sentences * width, max_length]`.
         ended: Whether an output is complete or has failed `[sentences * width]`.
     """
@@ -94,6 +95,7 @@ class Strategy(ABC):
         rows = len(requests) * width
         self.length = 0
         self.limits = np.array([request.max_length for request in requests])
+        self.least_limit = int(self.limits.min())
         self.tokens = np.zeros((rows, options.max_length), np.int64)
         self.ended = np.zeros(rows, np.bool_)
 

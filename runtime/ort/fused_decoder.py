@@ -244,8 +244,7 @@ class FusedDecoder(SlotDecoder):
             bias[slot, row, token:, own[:, :, token]] = 0
         step = self._bound_step(state, width * new, single=False)
         if state.bias is not None or self._windows:
-            held = held.copy()
-            held[slot, columns] = positions
+            held[slot, columns] = positions  # like the buffers, where no row of this state attends
         step.call.run(
             target=tokens.reshape(slots, -1),
             positions=positions,

@@ -46,6 +46,7 @@ class LMHead:
         """Reads the weights of the screened argmax, if the variant has it."""
         self._runners = runners
         self._own = _Workspace()
+        self._on_device = runners["exp_sums"].on_device
         self._top_k = variant.top_k
         self.vocabulary_size = int(variant.graphs["lm_head"].tensor("logits").shape[-1])
         self.screened: ScreenedArgmax | None = None
@@ -74,17 +75,16 @@ class LMHead:
         See `Decoder.step`.
         """
         rows = math.prod(shape)
-        on_device = self._runners["exp_sums"].on_device
         # On a CPU the largest logit alone is found faster among all of them.
-        alone = top == 1 and not normalise and not on_device
+        alone = top == 1 and not normalise and not self._on_device
         if top is not None and self._top_k and not alone:
             return StepOutput(top_k=self._ranked(rows, top))
         if top == 1 and not normalise and self.screened is not None:
             tokens = self.screened.argmax(*self.approximate(rows))
-            return StepOutput(top_k=TopK(np.maximum(tokens, 0)[:, None], tokens >= 0))
+            return StepOutput(top_k=TopK(tokens[:, None]))
         logits = self._run("lm_head", rows)["logits"]
         by_token = logits.reshape(*shape, -1)
-        if not normalise or on_device:
+        if not normalise or self._on_device:
             return StepOutput(by_token)
         found = self._run("exp_sums", rows)
         maxima = SegmentMaxima(found["segment_maxima"], SEGMENT)
@@ -105,8 +105,9 @@ class LMHead:
         else:
             with np.errstate(all="ignore"):  # a sum below 1 is of a broken device
                 normaliser = logits[:, 0] + np.log(found["relative_sums"], dtype=np.float64)
-        usable = np.isfinite(normaliser) & (tokens.view(np.uint64).max(1) < self.vocabulary_size)
-        return TopK(tokens, usable, logits, normaliser)
+        if self._on_device:  # which may be broken
+            normaliser[tokens.view(np.uint64).max(1) >= self.vocabulary_size] = np.nan
+        return TopK(tokens, logits, normaliser)
 
     def _run(self, name: str, rows: int, k: int = 0) -> Mapping[str, NDArray[Any]]:
         """Runs a graph on this thread's buffers, and returns its outputs by role.

@@ -162,8 +162,8 @@ class GreedyFake(SentenceFake):
             return plain
         self.picked += 1
         last = plain.all_logits[:, -1]
-        usable = np.isfinite(last.max(axis=1))
-        return StepOutput(top_k=TopK(last.argmax(axis=1)[:, None], usable))
+        tokens = np.where(np.isfinite(last.max(axis=1)), last.argmax(axis=1), -1)
+        return StepOutput(top_k=TopK(tokens[:, None]))
 
 
 class RankingFake(SentenceFake):
@@ -176,7 +176,7 @@ class RankingFake(SentenceFake):
         last = plain.all_logits[:, -1]
         order = np.argsort(-last, axis=1, kind="stable")[:, :top]
         found, sums = np.take_along_axis(last, order, axis=1), log_sum_exp(last)
-        return StepOutput(top_k=TopK(order, np.isfinite(sums), found, sums))
+        return StepOutput(top_k=TopK(order, found, sums))
 
 
 class NormalisingFake(SentenceFake):

@@ -153,8 +153,7 @@ def test_a_beam_that_does_not_exist_may_score_anything() -> None:
 
 def test_ranked_tokens_of_a_beam_that_does_not_exist_are_none() -> None:
     logits = np.array([[2.0, 1.0], [9.0, 0.0]])
-    sums = np.array([0.5, np.nan])
-    ranked = TopK(np.array([[7, 4], [5, 6]]), np.isfinite(sums), logits, sums)
+    ranked = TopK(np.array([[7, 4], [5, 6]]), logits, np.array([0.5, np.nan]))
     totals, parents, tokens = best_of_top_k(ranked, np.array([[-1.0, -np.inf]]), 5)
     assert totals.tolist() == [[0.5, -0.5, -np.inf, -np.inf, -np.inf]]
     assert parents[0, :2].tolist() == [0, 0]
