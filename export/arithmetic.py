@@ -39,7 +39,6 @@ class Rounded:
         round_input: Rounds the input of a product `[..., inputs]`; values are moved first by that
             many steps, which shows what lies at the border of two integers.
         exact: Weights of the inputs `wide`, whose integers are 0 `[outputs, wide]` float32.
-        wide: Numbers of these inputs.
         offset: Number that kernels add to the integers of blocks, and subtract after summing.
     """
 

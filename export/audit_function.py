@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transferry.export.audit import UNLIMITED, Done, tolerance_of, with_faults
 from transferry.export.checks.check import INDEPENDENCE, Check, Findings, claim, prove
 from transferry.export.checks.foreign_weights import foreign_weights
-from transferry.export.checks.numbers import REPEATED, REPEATS, batched, declared
+from transferry.export.checks.numbers import batched, declared, repeats
 from transferry.export.checks.unrounded import told, tolerance_of_floats, without_rounding
 from transferry.export.faults.gate import Gate
 from transferry.export.subject.foreign import GraphsSubject
@@ -28,7 +28,7 @@ from transferry.export.subject.layout import GraphFile, Layout
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.proof.compare import Comparison, Tolerance, limited
-from transferry.runtime.proof.report import Claim, ParityReport
+from transferry.runtime.proof.report import ParityReport
 from transferry.runtime.proof.units import Units
 
 Arrays = dict[str, NDArray[Any]]
@@ -88,7 +88,7 @@ class FunctionAudit:
             yield from map(told, replace(self, tolerance=tolerance)._inputs(exact))
             rounded = replace(self, tolerance=UNLIMITED)
         yield from rounded._inputs(subject)
-        yield claim(REPEATED, lambda: [_repeats(subject)])
+        yield repeats(lambda: subject.answers(subject.inputs[0]))
         yield claim("declared", lambda: [declared([subject.model])])
         yield claim("weights", lambda: [foreign_weights(self.module, subject.layout)])
 
@@ -148,18 +148,6 @@ class FunctionAudit:
             return Comparison(case, name, "text", np.inf, 0.0, 0.0, fault)
         error = _error(found, oracle)
         return limited(case, name, "text", error, own, self.tolerance.budget(own))
-
-
-def _repeats(subject: FunctionGraph) -> Claim:
-    """Runs the first input several times: the same input must give the same bits."""
-    runs = [subject.answers(subject.inputs[0]) for _ in range(REPEATS)]
-    changed = [
-        name
-        for name in runs[0]
-        if any(run[name].tobytes() != runs[0][name].tobytes() for run in runs)
-    ]
-    problem = f"{', '.join(changed)} differ between {REPEATS} runs on the same input"
-    return Claim(REPEATED, problem if changed else "")
 
 
 def _error(found: NDArray[Any], wanted: NDArray[Any]) -> float:

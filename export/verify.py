@@ -75,12 +75,10 @@ class Request:
     Attributes:
         texts: Sentences to run every search on.
         targets: Reference answers to the texts, for BLEU and perplexity.
-        plant_faults: Plant faults in copies of the bundle, if it passes.
         batches: Limits on the rows computed at once when the texts are answered. Default: those
             that the variant is served with.
         search: Fields of GenerationOptions of a search to run besides the standard ones;
             `suppress` may hold text.
-        effort: How much to check; by default everything.
     """
 
     texts: Sequence[str] = ()
@@ -143,7 +141,6 @@ class Verification:
 
     Attributes:
         text: The texts as token ids, and their searches.
-        cases: Cases of random tokens.
         fresh: The graphs that export makes now; None if they are not compared.
         stored: Findings on the manifest and the stored weights.
     """

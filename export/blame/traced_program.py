@@ -34,7 +34,6 @@ class Place:
         module: Path of the innermost module, such as "decoder.0.self_attention.query", or the class
             of the model.
         source: File, relative to the package, and line of the innermost code of the package.
-        code: Text of that line.
     """
 
     module: str

@@ -56,10 +56,7 @@ class Matrix:
     """A stored weight.
 
     Attributes:
-        name: Name of its initializer.
         values: `[rows, width]`; a vector is `[rows, 1]`.
-        dimensions: Number of its axes.
-        integers: None of floats.
         turned: Whether the rows are columns of the stored matrix.
         added: Row of another table that was added to `values`.
     """

@@ -1,7 +1,7 @@
 """Every tensor over cases of random tokens, the same input again, and rows in padded batches."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from transferry.export.checks.check import INDEPENDENCE, Check, Findings, failed, prove
+from transferry.export.checks.check import INDEPENDENCE, Check, Findings, claim, failed, prove
 from transferry.export.oracle.cases import MOST_LOGITS, NEW_TOKENS, random_case
 from transferry.export.oracle.followed import followed
 from transferry.export.oracle.oracle import SHAKES, Oracle
@@ -132,52 +132,42 @@ def _rows(case: Case, rows: NDArray[np.int64]) -> Case:
     return replace(case, source=case.source[rows], mask=case.mask[rows], target=case.target[rows])
 
 
-def repeats(subject: Subject[Any], case: Case) -> Check:
+def repeats(run: Callable[[], Mapping[str, NDArray[Any]]]) -> Check:
     """Returns the check that the same input gives the same bits several times."""
 
-    def run(so_far: Findings) -> Iterator[Findings]:
-        yield Findings(claims=[Claim(REPEATED, _change(subject.model, case))])
+    def change() -> str:
+        try:
+            runs = [run() for _ in range(REPEATS)]
+        except InputError as error:
+            return str(error)
+        for name, wanted in runs[0].items():
+            if any(each[name].tobytes() != wanted.tobytes() for each in runs):
+                apart = [np.subtract(each[name], wanted, dtype=np.float64) for each in runs]
+                worst = max(float(np.abs(each).max()) for each in apart)
+                return f"{name} differs by {worst:.1e} between {REPEATS} runs on the same input"
+        return ""
 
-    return Check(REPEATED, run)
-
-
-def _change(model: Observable, case: Case) -> str:
-    try:
-        runs = [observe(model, case) for _ in range(REPEATS)]
-    except InputError as error:
-        return str(error)
-    for name, wanted in runs[0].items():
-        worst = max(float(np.abs(run[name] - wanted).max(initial=0.0)) for run in runs[1:])
-        if worst:
-            return f"{name} differs by {worst:.1e} between {REPEATS} runs on the same input"
-    return ""
+    return claim(REPEATED, lambda: [Claim(REPEATED, change())])
 
 
-def positions(
-    subject: Subject[Any], oracle: Oracle, most: int | None = None, *, seed: int = 0
-) -> Check:
+def positions(subject: Subject[Any], oracle: Oracle, most: int | None = None) -> Check:
     """Returns the check of the logits at every position up to the model's last, or so many.
 
     Two rows change places after each block, so that the cache moves as it grows. It finds a
     comparison for each block; the failing case of a wrong one ends at its worst position.
     """
     longest = oracle.config.max_positions if most is None else most
-
-    def run(so_far: Findings) -> Iterator[Findings]:
-        yield from _walk(subject.model, oracle, longest, seed)
-
-    return Check("positions", run, stage="later step")
+    return Check("positions", partial(_walk, subject, oracle, longest), stage="later step")
 
 
 def _walk(
-    model: ObservableDecoder[Any], oracle: Oracle, longest: int, seed: int
+    subject: Subject[Any], oracle: Oracle, longest: int, so_far: Findings
 ) -> Iterator[Findings]:
-    config = oracle.config
-    case = random_case(config, 2, NEW_TOKENS, 0, seed=seed)
+    model, config = subject.model, oracle.config
+    case = random_case(config, 2, NEW_TOKENS, 0, seed=0)
     source, mask, swapped = case.source, case.mask, np.array([1, 0])
     longest -= 0 if config.encoder_layers else source.shape[1]
-    generator = np.random.default_rng(seed)
-    target = generator.integers(config.vocabulary_size, size=(2, longest))
+    target = np.random.default_rng(0).integers(config.vocabulary_size, size=(2, longest))
     sides: list[ObservableDecoder[Any]] = [oracle.exact, oracle.reference, *oracle.others]
     states = [side.start(source, mask) for side in sides]
     state = model.start(source, mask)

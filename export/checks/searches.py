@@ -45,7 +45,6 @@ class Text:
 
     Attributes:
         generation: The bundle's defaults of generation.
-        longest: Most tokens of an answer.
         fed: Targets to feed whole, from the start token on. Default: torch's greedy answers.
         sampled: Searches other than `WHOLE` run on one source in so many.
         given: Fields of GenerationOptions of one search more, besides the bundle's defaults.
@@ -100,7 +99,6 @@ class Search:
     Attributes:
         decoder: Steps as this way does; explains differing tokens.
         answers: Returns the hypotheses of each source, once for each time that it was answered.
-        prefixes: Beginnings of each source's answer.
         rows: Most rows that torch searches at once; see `Oracle.expected`.
     """
 
@@ -139,11 +137,8 @@ class Search:
     ) -> Check:
         """Returns the check of this search.
 
-        Args:
-            oracle: torch's side.
-            best: Name under which the best answers are kept; empty to drop them.
-            trained: Keep torch's answers as trained, not with the rounding of the variant.
-            decode: Returns the text of token ids, for the report.
+        It keeps the best answers under the name `best`: the model's, and torch's, if `trained` as
+        trained, not with the rounding of the variant. `decode` gives the report its texts.
         """
 
         def run(so_far: Findings) -> Iterator[Findings]:

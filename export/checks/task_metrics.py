@@ -110,13 +110,10 @@ def score_metrics(scores: Results, budget: TaskBudget) -> list[TaskMetric]:
 
 
 def vector_metrics(vectors: Results, budget: TaskBudget, *, searched: bool) -> list[TaskMetric]:
-    """Returns the metrics of vectors; none without.
+    """Returns the metrics of vectors of torch as trained and of the variant; none without.
 
-    Args:
-        vectors: Those of torch as trained and of the variant, of each text: one, or one a token,
-            `[width]` or `[tokens, width]`.
-        budget: The largest changes that pass.
-        searched: Whether each text of the first half looks for one of the second half.
+    Each text has one `[width]`, or one a token `[tokens, width]`. If `searched`, each text of the
+    first half looks for one of the second half.
     """
     if not vectors:
         return []

@@ -61,7 +61,6 @@ class Expected:
         values: Numbers of results, in float64, and torch's own error, by name.
         choices: Scores to choose from, of each side of torch, as trained last.
         meant: The vector or scores of torch as trained that reduced precision is judged by.
-        tolerance: Of the errors.
         measured: Returns the same in float64, or with torch's error of more roundings; None
             after both.
     """

@@ -218,21 +218,16 @@ class Choices:
 
 
 def scores(oracle: Oracle, engine: Engine, pairs: Sequence[Pair]) -> Check:
-    """Returns the check of the log-probability of each token; see `compare_scores`."""
+    """Returns the check of the log-probability of each token, in units of the logits there.
 
-    def run(so_far: Findings) -> Iterator[Findings]:
-        yield Findings(comparisons=compare_scores(oracle, engine, pairs))
-
-    return Check("scores", run)
-
-
-def compare_scores(oracle: Oracle, engine: Engine, pairs: Sequence[Pair]) -> list[Comparison]:
-    """Compares the log-probability of each token, in units of the logits there.
-
-    Returns:
-        The token nearest to its limit, or beyond it, of each batch of the oracle's.
+    Of each batch of the oracle's it finds the token nearest to its limit, or beyond it.
     """
-    comparisons = []
+    return Check("scores", partial(_scores, oracle, engine, pairs))
+
+
+def _scores(
+    oracle: Oracle, engine: Engine, pairs: Sequence[Pair], so_far: Findings
+) -> Iterator[Findings]:
     rows = list(enumerate(score(engine, pairs, long_rows="truncate")))
     found = [(number, row) for number, row in rows if row.error is None]
     for first in range(0, len(found), SCORED_ROWS):
@@ -257,9 +252,9 @@ def compare_scores(oracle: Oracle, engine: Engine, pairs: Sequence[Pair]) -> lis
             judged = limited(name, "scores", "text", error, own_error, budget)
             if not judged.fault:
                 break
-        comparisons.append(judged)
+        yield Findings(comparisons=[judged])
     failed = [(number, row.error) for number, row in rows if row.error not in (None, TOO_SHORT)]
     if failed:
         fault = f"row {failed[0][0]} and {len(failed) - 1} more were not scored: {failed[0][1]}"
-        comparisons.append(Comparison("text", "scores", "text", np.inf, 0.0, 0.0, fault))
-    return comparisons
+        broken = Comparison("text", "scores", "text", np.inf, 0.0, 0.0, fault)
+        yield Findings(comparisons=[broken])

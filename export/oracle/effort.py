@@ -51,9 +51,6 @@ class Effort:
 
     Attributes:
         positions: The longest source and target of random tokens; None for those of the model.
-        vocabulary: Whether every token is fed.
-        longest: Most tokens of an answer.
-        rows: Most rows of text.
         batch_rows: Most rows that are computed at once; None for those that are served.
         anew: Whether the graphs and the recorded answers of the bundle are made again, and every
             size of a batch is computed.

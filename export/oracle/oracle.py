@@ -58,9 +58,6 @@ class Oracle:
     """torch's side of a comparison.
 
     Attributes:
-        config: Shape of the model.
-        special: The ids that pad, begin and end.
-        tolerance: The largest error that passes.
         trained: torch in float32.
         reference: `trained`, or torch with the rounding of a variant of integers: the expected
             tokens are its answers.
@@ -226,11 +223,8 @@ class Oracle:
     ) -> Iterator[ExpectedAnswers]:
         """Yields the reference's answers without the oracle's scores, a batch at a time.
 
-        Args:
-            sources: Token ids of each source.
-            options: How to search.
-            prefixes: Beginnings of each source's answer.
-            rows: Most rows of a batch. Default: `Oracle.rows` hypotheses.
+        Answers begin with `prefixes`; a batch has at most `rows` rows, by default `Oracle.rows`
+        hypotheses.
         """
         given = (tuple(map(tuple, each)) for each in (sources, prefixes or ()))
         key = (*given, options, rows)
@@ -357,14 +351,11 @@ class Oracle:
     ) -> ExpectedAnswers:
         """Returns expected answers with the oracle's scores, or torch's near those that are found.
 
+        `found` are the hypotheses of each source, once for each time that it was answered.
+
         A score near torch's in float32 is within its limit, which is at least 8 times the least
         error of all its tokens, and torch's own error. Those of the first source are measured in
         any case, for torch's own error.
-
-        Args:
-            expected: Answers of torch.
-            found: The hypotheses of each source, once for each time that it was answered.
-            options: How they were searched.
         """
         near = set[Any]() if options.reranks else self._near(expected, found, options)
         placed = [

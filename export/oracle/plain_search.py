@@ -47,7 +47,6 @@ class Row:
     Attributes:
         logits: Returns the logits of the token after each of some answers of equal length
             `[answers, vocabulary]`.
-        text: Returns the text of token ids.
         number: Seeds its samples.
         first: The begin token of an encoder-decoder; None without an encoder.
     """

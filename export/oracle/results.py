@@ -6,7 +6,7 @@ The runtime's tokenizer is used, its code of the tasks is not: a fault there sho
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import cycle, islice, pairwise
 from typing import Any
 
@@ -49,7 +49,6 @@ class Row:
 
     Attributes:
         texts: One text, or the two of a pair.
-        ids: Its tokens.
         more: Tokens of its further windows, for `answer`.
     """
 
@@ -353,28 +352,27 @@ def _plain_tag(
             words[-1].append(number)
         else:
             words.append([number])
-    spans: list[_Span] = []
+    spans: list[list[tuple[list[int], str, float]]] = []  # tokens, label and score of each word
     for word in words:
         scores = own[word[0]]
         if aggregation == "average":
             scores = own[word].sum(axis=0) / len(word)
         elif aggregation == "max":
             scores = max(own[word], key=lambda one: float(one.max()))
-        label, best = inputs.head.labels[int(scores.argmax())], float(scores.max())
-        span = _Span(places[word[0]].start, places[word[-1]].end, label, [best])
+        label = inputs.head.labels[int(scores.argmax())]
         joins = aggregation != "none" and spans and not label.startswith("B-")
-        if joins and _entity(spans[-1].last) == _entity(label):
-            before = spans[-1]
-            spans[-1] = _Span(before.start, span.end, before.label, [*before.scores, best], label)
-        else:
-            spans.append(span)
-    if aggregation != "none":
+        if not joins or _entity(spans[-1][-1][1]) != _entity(label):
+            spans.append([])
+        spans[-1].append((word, label, float(scores.max())))
+    wanted, means = [], []
+    for span in spans:
+        start, end = places[span[0][0][0]].start, places[span[-1][0][-1]].end
         # transformers names entities by their labels after the first hyphen.
-        spans = [replace(each, label=each.label.split("-", 1)[-1]) for each in spans]
-        spans = [each for each in spans if each.label != "O"]
+        label = span[0][1] if aggregation == "none" else span[0][1].split("-", 1)[-1]
+        if aggregation == "none" or label != "O":
+            wanted.append((text[start:end], start, end, label))
+            means.append(sum(score for *_, score in span) / len(span))
     found = [(each.text, each.start, each.end, each.label) for each in result.tags]
-    wanted = [(text[each.start : each.end], each.start, each.end, each.label) for each in spans]
-    means = [sum(each.scores) / len(each.scores) for each in spans]
     return found == wanted and _alike([each.score for each in result.tags], means)
 
 
@@ -423,21 +421,6 @@ def _plain_answer(
             return False
     apart = len({each.text.lower() for each in result.answers}) == len(told)
     return apart and _alike(told, wanted[::-1][:top])
-
-
-@dataclass(frozen=True)
-class _Span:
-    """Neighbouring words of an entity: its first label, the scores of all, and the last label."""
-
-    start: int
-    end: int
-    label: str
-    scores: list[float]
-    last_label: str = ""
-
-    @property
-    def last(self) -> str:
-        return self.last_label or self.label
 
 
 def _entity(label: str) -> str:

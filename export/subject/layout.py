@@ -4,9 +4,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Self, TypedDict
+from typing import Any, Self, TypedDict
 
 import onnx_ir as ir
+from msgspec import defstruct
+from msgspec.structs import asdict
 
 from transferry.runtime.errors import InputError
 from transferry.runtime.io.documents import checked, read_document
@@ -30,9 +32,22 @@ OUTPUTS = {
     "token_embeddings": "hidden",
     "sentence_embedding": "head",
 }
-ROLES = {"inputs": frozenset(INPUTS.values()), "outputs": frozenset(OUTPUTS.values())}
-CACHES = {"inputs": "past", "outputs": "present"}
 PAST, PRESENT = "past_key_values", "present"
+# Tables of a TOML file: names by meaning.
+TABLES = [
+    defstruct(
+        side,
+        [
+            *((role, str, "") for role in dict.fromkeys(roles.values())),
+            (cache, str | list[str], []),
+        ],
+        forbid_unknown_fields=True,
+    )
+    for side, roles, cache in (("Inputs", INPUTS, "past"), ("Outputs", OUTPUTS, "present"))
+]
+NAMES = defstruct(
+    "Names", [*zip(("inputs", "outputs"), TABLES, strict=True)], forbid_unknown_fields=True
+)
 # Files by purpose, the first that exists; a merged decoder does both steps.
 ENCODERS = ("encoder_model.onnx",)
 DECODERS = ("decoder_model_merged.onnx", "decoder_model.onnx")
@@ -82,8 +97,7 @@ class GraphFile:
 
     Attributes:
         path: The file; external weights lie beside it.
-        inputs: Name of each input by meaning, one of `ROLES`.
-        outputs: Name of each output by meaning.
+        inputs: Name of each input by meaning; see `INPUTS`.
         past: The output that continues each input of the cache, by the input's name; empty where
             that input stays as it is. A graph of first steps may lack these inputs.
     """
@@ -99,9 +113,7 @@ class Layout:
     """Foreign graphs that together are a model.
 
     Attributes:
-        writer: Such as "optimum".
         decoder: The only graph, or the one that reads the first tokens of an answer.
-        encoder: The encoder of an encoder-decoder.
         step: The graph of later steps; None where `decoder` does both.
         config: `model` of `genai_config.json`; empty without one.
     """
@@ -308,68 +320,43 @@ def _first(folder: Path, files: Sequence[str], suffix: str) -> Path | None:
 
 
 def _named(path: Path, names: Path) -> Layout:
-    """Returns one graph with the meanings of a TOML file."""
-    if not path.is_file():
-        raise InputError(f"{path}: expected one ONNX file beside --names, found a folder")
-    remedy = "give one name, in quotation marks, for each meaning; docs/audit.md has an example"
-    kind = dict[str, dict[str, str | list[str]]]
-    given = checked(read_toml(names), kind, str(names), remedy)
-    if unknown := given.keys() - ROLES.keys():
-        raise InputError(
-            f"{names}: expected the tables {', '.join(ROLES)}, found "
-            f"{', '.join(sorted(unknown))}; {remedy}"
-        )
-    graph = named(path, given)
-    if "tokens" not in graph.inputs or not graph.outputs:
-        raise InputError(
-            f"{names}: expected tokens under [inputs] and at least one output under [outputs]; "
-            "docs/audit.md has an example"
-        )
-    return Layout("a TOML file", graph)
-
-
-def named(path: Path, names: Mapping[str, Mapping[str, str | list[str]]]) -> GraphFile:
-    """Returns a graph with given names of its inputs and outputs, by meaning.
+    """Returns one graph with the meanings of a TOML file.
 
     Raises:
         InputError: The graph lacks a tensor of such a name, or a meaning is unknown.
     """
+    if not path.is_file():
+        raise InputError(f"{path}: expected one ONNX file beside --names, found a folder")
+    remedy = "give one name, in quotation marks, for each meaning; docs/audit.md lists them"
+    given: Any = checked(read_toml(names), NAMES, str(names), remedy)
     graph = _load(path).graph
     (inputs, past), (outputs, present) = (
-        _side(path, side, names.get(side, {}), {str(value.name) for value in values})
-        for side, values in (("inputs", graph.inputs), ("outputs", graph.outputs))
-    )
-    if len(past) != len(present):
-        raise InputError(
-            f"expected as many names under past as under present, found {len(past)} and "
-            f"{len(present)}; the nth output continues the nth input"
+        _side(path, kind, asdict(side), cache, {str(value.name) for value in values})
+        for kind, side, cache, values in (
+            ("input", given.inputs, "past", graph.inputs),
+            ("output", given.outputs, "present", graph.outputs),
         )
-    return GraphFile(path, inputs, outputs, dict(zip(past, present, strict=True)))
+    )
+    if "tokens" not in inputs or not outputs or len(past) != len(present):
+        raise InputError(
+            f"{names}: expected tokens under [inputs], at least one output under [outputs] and as "
+            f"many names under past as under present, found {len(past)} and {len(present)}; the "
+            "nth output continues the nth input, and docs/audit.md has an example"
+        )
+    cache = dict(zip(past, present, strict=True))
+    return Layout("a TOML file", GraphFile(path, inputs, outputs, cache))
 
 
 def _side(
-    path: Path, side: str, names: Mapping[str, str | list[str]], there: set[str]
+    path: Path, kind: str, given: dict[str, Any], cache: str, there: set[str]
 ) -> tuple[dict[str, str], list[str]]:
     """Returns the names of inputs or outputs by meaning, and those of the cache."""
-    given = dict(names)
-    listed = given.pop(CACHES[side], [])
-    cache = [listed] if isinstance(listed, str) else listed
-    if wrong := given.keys() - ROLES[side]:
-        raise InputError(
-            f"expected the meanings {', '.join(sorted(ROLES[side]))} under [{side}], found "
-            f"{', '.join(sorted(wrong))}; rename them"
-        )
-    meant = {role: name for role, name in given.items() if isinstance(name, str)}
-    if several := given.keys() - meant.keys():
-        raise InputError(
-            f"expected one name for {', '.join(sorted(several))} under [{side}], found a "
-            "list; only a cache has several"
-        )
-    if missing := [name for name in [*meant.values(), *cache] if name not in there]:
-        raise InputError(
-            f"{path} has no {side[:-1]} {missing[0]!r}; it has {', '.join(sorted(there))}"
-        )
-    return meant, cache
+    listed = given.pop(cache)
+    past = [listed] if isinstance(listed, str) else listed
+    meant = {role: name for role, name in given.items() if name}
+    if missing := [name for name in [*meant.values(), *past] if name not in there]:
+        raise InputError(f"{path} has no {kind} {missing[0]!r}; it has {', '.join(sorted(there))}")
+    return meant, past
 
 
 def described(path: Path) -> GraphFile:

@@ -26,12 +26,9 @@ def load_reference(
 ) -> Checkpoint:
     """Reads a checkpoint, imports a folder into one, or calls a function for a module.
 
-    Args:
-        folder: The folder.
-        kept: Checkpoint to import into. Default: a temporary one.
-        beside: Path beside which the temporary checkpoint is made. Default: TMPDIR.
-        importing: Options of `import_pretrained`.
-        tokenizer: Of a module: a path, or the tokenizer of the bundle beside it.
+    A folder is imported into `kept`, by default a temporary checkpoint `beside` a path or in
+    TMPDIR, with the options `importing` of `import_pretrained`. A module takes a `tokenizer`: a
+    path, or the tokenizer of the bundle beside it.
 
     Raises:
         InputError: It is neither, or cannot be imported.

@@ -113,7 +113,6 @@ class Truth:
     """Expected tensors of a case.
 
     Attributes:
-        oracle: Tensors of the float64 oracle.
         errors: torch's error in float32 for each of them, by position `[positions]`; see `truth`.
         least: Lower bound of the unit of a head's error; see `truth`.
     """
@@ -140,13 +139,10 @@ class Comparison:
     """Result of comparing one tensor of one case.
 
     Attributes:
-        tensor: "logits", or the name of a tensor of the cache.
         stage: The computation that gives the tensor, one of `STAGES`.
         error: Distance from the oracle, in units, of the entry that is worst beside its budget.
         reference_error: torch's error in float32 at that position; see `truth`.
-        budget: The largest error that passes there.
         fault: Empty if it passed, else a description of the fault.
-        past: Length of the cache at the compared step, `Case.past`.
     """
 
     case: str

@@ -59,13 +59,10 @@ class RecordedSearch:
     """A search of torch in float32 over all recorded sources.
 
     Attributes:
-        name: Such as "beam 4".
-        options: Fields of GenerationOptions.
         answers: Token ids of each source's hypotheses, best first.
         scores: The float64 oracle's score of each hypothesis.
         score_error: torch's own error of each score, in nats; in a bundle written before it was
             measured by answer one for all.
-        ends: The end token of each hypothesis, None without one.
     """
 
     name: str
@@ -221,19 +218,11 @@ def check_reference(
     decode: Decode | None = None,
     one: OneGraph | None = None,
 ) -> tuple[list[Comparison], list[Decisions]]:
-    """Compares a model with the recorded answers.
+    """Compares a model with the recorded answers; `decode` gives differing rows their texts.
 
-    Args:
-        reference: The recorded answers.
-        model: The model.
-        special: The ids that pad, begin and end.
-        tolerance: Limit of errors.
-        exact: Whether tokens must agree. In reduced precision differing tokens are tolerated: the
-            budget of the numbers decides.
-        batch_rows: Rows of a batch; the sources are repeated until they fill it.
-        decode: Gives differing rows their texts.
-        one: Answers its search too. A search that is not recorded is compared with the same
-            search step by step.
+    Unless `exact`, as in reduced precision, other tokens are tolerated: the budget of the numbers
+    decides. The sources are repeated until they fill a batch of `batch_rows`. `one` answers its
+    search too, which is compared with the same search step by step if it is not recorded.
     """
     comparisons = [
         comparison

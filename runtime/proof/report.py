@@ -1,4 +1,4 @@
-"""Result of a verification, as a verdict and as JSON in the format of docs/report.md."""
+"""Result of a verification: a verdict, and JSON. docs/report.md describes every field."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -26,14 +26,7 @@ FIRST_DIFFERENCES = 5  # of a report for people
 
 @dataclass(frozen=True)
 class Stage:
-    """Summary of the comparisons of one of `compare.STAGES`.
-
-    Attributes:
-        error: The worst error of its tensors.
-        reference_error: torch's worst error.
-        ratio: The worst error of a tensor over torch's error there.
-        faults: Number of tensors that failed.
-    """
+    """Summary of the comparisons of one of `compare.STAGES`."""
 
     name: str
     tensors: int
@@ -52,10 +45,6 @@ class Difference:
         margin: Distance of the two candidates in the oracle; None where no choice was compared.
         allowed: Largest change of the margin by errors within the tolerance.
         rounding: Largest change of the margin by rounding in float32; at most `allowed`.
-        source: Text of the source; empty without a tokenizer.
-        expected: Text of torch's first hypothesis that differs.
-        found: Text of the bundle's.
-        wrong_score: Whether the tokens agree, and only a score is wrong.
     """
 
     row: int
@@ -84,11 +73,9 @@ class Decisions:
     """Comparison of the tokens that two decoders choose.
 
     Attributes:
-        search: Such as "greedy" or "beam 4".
-        rows: Number of rows.
         identical: Number of rows that agree in every token of every hypothesis.
         score_error: Largest distance of a score of identical hypotheses from the oracle's, in nats.
-        score_ratio: The same over torch's own error, as in `Stage`.
+        score_ratio: The same over torch's own error.
         ties: Rows whose difference is proven to be a tie.
         defects: Rows that differ beyond the tolerance, or whose scores exceed their budget.
         tolerated: Rows that differ by more than a tie, within the tolerance of the precision.
@@ -123,7 +110,6 @@ class TaskMetric:
             the preferred token is at most `EQUIVALENT` nats below torch's) and "worst choice" (the
             largest such distance, in nats). Of vectors, scores and labels those of docs/parity.md.
         reference: torch's value; 1 for shares and correlations, 0 for the worst choice.
-        found: The bundle's value.
         change: Distance of the two, relative for perplexity.
         budget: The largest change that passes; infinity for no limit.
         p_value: Probability of the change by chance; 0 where not estimated.
@@ -178,14 +164,9 @@ class Growth:
 
 @dataclass(frozen=True)
 class Margins:
-    """Histogram of the distance between the oracle's two best tokens.
+    """Histogram of the distance between the oracle's two best tokens, in nats.
 
-    Attributes:
-        edges: Borders of the bins, in nats, ascending; one more than counts.
-        counts: Positions of the text in each bin.
-        smallest: The smallest distance.
-        error: The largest distance of a logit from the oracle's, in nats: rounding could decide
-            choices closer than twice this.
+    Rounding could decide choices closer than twice `error`.
     """
 
     edges: Sequence[float]
@@ -196,13 +177,7 @@ class Margins:
 
 @dataclass(frozen=True)
 class CrossCheck:
-    """Result of one runtime, on the same cases as all others.
-
-    Attributes:
-        runtime: Such as "onnxruntime as served" or "onnx.reference 1.23.2".
-        stages: Summary of its comparisons.
-        absent: Why cases were not run; empty if all were.
-    """
+    """Result of one runtime, on the same cases as all others."""
 
     runtime: str
     stages: Sequence[Stage] = ()
@@ -215,13 +190,8 @@ class Origin:
 
     Attributes:
         graph: Such as "decoder"; empty, as all but the message, if no origin was found.
-        case: The input that shows it.
-        tensor: The value's name in the graph.
-        module: The torch module that computes it, such as "decoder.0.feed_forward.inner".
-        source: File and line of that module's code, inside the package.
-        code: Text of that line.
-        operator: The ONNX operator that gave the value.
-        message: How far the value is off.
+        module: The torch module that computes the value, such as "decoder.0.feed_forward.inner".
+        source: File and line of that module's code, inside the package; `code` is its text.
     """
 
     graph: str
@@ -258,12 +228,7 @@ class Origin:
 class Claim:
     """A statement of the bundle about itself, compared with the checkpoint.
 
-    Attributes:
-        name: Such as "generation defaults" or "variant cpu-fp32".
-        problem: How the two differ; empty if they do not.
-        verdict: The verdict if this explains all other faults, as a clause whose subject is the
-            bundle.
-        skipped: What was not compared, and why; empty if everything was.
+    The `verdict`, a clause whose subject is the bundle, explains all other faults.
     """
 
     name: str
@@ -274,10 +239,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class CheckTime:
-    """Time that the checks of one kind took, in seconds: of the process's CPU, and that passed.
-
-    In the names of cases, numbers are N.
-    """
+    """Time that the checks of one kind took, in seconds: of the process's CPU, and that passed."""
 
     check: str
     runs: int
@@ -290,8 +252,6 @@ class PlantedFault:
     """Result of a fault that the self-test planted in a copy of the bundle.
 
     Attributes:
-        kind: Such as "padding mask dropped".
-        planted: What was changed, and where.
         changes_answer: Whether any output changed by more than rounding; other faults may pass.
         caught_by: The check that failed, such as "loading" or "later step"; empty if all passed.
         difference: Largest difference from the right outputs on one input on which exporters
@@ -316,21 +276,7 @@ class PlantedFault:
 class ParityReport:
     """Everything that was compared, with its settings and results.
 
-    Attributes:
-        bundle: The folder.
-        settings: Facts that decide the numbers: variant, provider, optimisation, threads, versions.
-        tolerance: The limit on errors.
-        comparisons: Every tensor of every case.
-        decisions: Every search that was run on text.
-        task_metrics: Effect of the differences on the text.
-        growth: The error at each position of the answers.
-        margins: Histogram of how clear the choices were; None without text.
-        cross_check: Results of other runtimes. They do not decide the verdict.
-        origin: Beginning of the first fault; None if no search for it was made.
-        self_test: Results of planted faults.
-        claims: Statements of the bundle about itself; empty without a checkpoint.
-        searches: Fields of GenerationOptions of every search in `decisions`.
-        times: Time of the checks by kind. Never in files, whose bytes are promised.
+    The cross-check does not decide the verdict, and times are in no file whose bytes are promised.
     """
 
     bundle: str

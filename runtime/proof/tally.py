@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
-from transferry.runtime.decoding.decoder import Decoder, State
-from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.decoding.hypothesis import Hypothesis
-from transferry.runtime.decoding.search import search
 from transferry.runtime.proof.compare import Tolerance
 from transferry.runtime.proof.report import Decisions, Difference
-from transferry.runtime.tokenizer.byte_pair import SpecialTokens
 
 # Share of the scores of a variant of integers that may be off by more than rounding in float32: so
 # much, so many times torch's own share, and a few rows. In bundles of two models with beam 4, on 20
@@ -63,8 +59,6 @@ class ExpectedAnswers:
 
     Attributes:
         rows: Number of each source; seeds its samples.
-        sources: Token ids of each source.
-        hypotheses: Hypotheses of each source, best first.
         scores: The oracle's score of each hypothesis; empty where scores are not compared.
         reasons: Whether the hypotheses have torch's finish reasons, so that they are compared.
     """
@@ -77,8 +71,8 @@ class ExpectedAnswers:
 
 
 @dataclass
-class _Explained:
-    """Hypotheses with other tokens than expected, once for each time that a source was answered so.
+class _Other:
+    """Answers of one row with other tokens than expected, once for each time that they were given.
 
     Attributes:
         allowed: Whether the tolerance allows the difference.
@@ -91,43 +85,13 @@ class _Explained:
 
 @dataclass(frozen=True)
 class _Row:
-    """Answers to one source.
-
-    Attributes:
-        same: Hypotheses with the same tokens, once for each time that they were given.
-        others: Hypotheses with other tokens.
-    """
+    """Answers to one source: those with the expected tokens, each time, and others."""
 
     number: int
     source: Sequence[int]
     wanted: Sequence[Hypothesis]
     same: Sequence[Sequence[Hypothesis]]
-    others: Sequence[_Explained]
-
-    @classmethod
-    def of(
-        cls,
-        number: int,
-        source: Sequence[int],
-        wanted: Sequence[Hypothesis],
-        times: Sequence[Sequence[Hypothesis]],
-        explain: Explain,
-        *,
-        reasons: bool,
-    ) -> _Row:
-        """Groups the answers given each time, and explains those with other tokens."""
-        same: list[Sequence[Hypothesis]] = []
-        others: dict[tuple[tuple[int, ...], ...], list[Sequence[Hypothesis]]] = {}
-        for found in times:
-            if _differ(wanted, found, reasons=reasons):
-                others.setdefault(tuple(item.tokens for item in found), []).append(found)
-            else:
-                same.append(found)
-        explained = [
-            _Explained(*explain(number, source, wanted, found[0]), found)
-            for found in others.values()
-        ]
-        return cls(number, source, wanted, same, explained)
+    others: Sequence[_Other]
 
 
 class Tally:
@@ -150,20 +114,6 @@ class Tally:
         # Source, expected and found token ids of each row whose tokens differ.
         self._differing: dict[int, tuple[Sequence[int], Sequence[int], Sequence[int]]] = {}
 
-    def compare(
-        self,
-        decoder: Decoder[State],
-        batches: Iterable[ExpectedAnswers],
-        options: GenerationOptions,
-        special: SpecialTokens,
-        explain: Explain,
-    ) -> Tally:
-        """Searches with a decoder, compares its answers with the expected ones; returns itself."""
-        for batch in batches:
-            answers = search(decoder, batch.sources, options, special, row_ids=batch.rows)
-            self.add(batch, [[found] for found in answers], explain)
-        return self
-
     def add(
         self,
         batch: ExpectedAnswers,
@@ -177,10 +127,7 @@ class Tally:
         counted. `scored` scores the answers whose other tokens `explain` excuses, which have no
         expected scores. By default such scores are not compared.
         """
-        rows = [
-            _Row.of(*given, explain, reasons=batch.reasons)
-            for given in zip(batch.rows, batch.sources, batch.hypotheses, answers, strict=True)
-        ]
+        rows = list(_grouped(batch, answers, explain))
         if batch.scores and scored is not None:
             self._compare_excused(rows, scored)
         for place, row in enumerate(rows):
@@ -294,6 +241,24 @@ class Tally:
             return difference
         source, expected, found = map(decode, tokens)
         return replace(difference, source=source, expected=expected, found=found)
+
+
+def _grouped(
+    batch: ExpectedAnswers, answers: Sequence[Sequence[Sequence[Hypothesis]]], explain: Explain
+) -> Iterator[_Row]:
+    """Groups the answers given each time, and explains those with other tokens."""
+    for number, source, wanted, times in zip(
+        batch.rows, batch.sources, batch.hypotheses, answers, strict=True
+    ):
+        same: list[Sequence[Hypothesis]] = []
+        others: dict[tuple[tuple[int, ...], ...], list[Sequence[Hypothesis]]] = {}
+        for found in times:
+            if _differ(wanted, found, reasons=batch.reasons):
+                others.setdefault(tuple(item.tokens for item in found), []).append(found)
+            else:
+                same.append(found)
+        told = [_Other(*explain(number, source, wanted, each[0]), each) for each in others.values()]
+        yield _Row(number, source, wanted, same, told)
 
 
 def _crossed(answers: Sequence[Sequence[Hypothesis]], exact: Sequence[ExactScore]) -> float:

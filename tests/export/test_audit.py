@@ -308,7 +308,7 @@ def examples(
     (folder / "deep" / "genai_config.json").write_text("[" * 100_000 + "]" * 100_000)
     (folder / "typed" / "genai_config.json").write_text('{"model": [1]}')
     (folder / "several.toml").write_text('[inputs]\ntokens = ["input_ids"]')
-    (folder / "lacking.toml").write_text('[inputs]\ntokens = "ids"')
+    (folder / "lacking.toml").write_text('[inputs]\ntokens = "ids"\n[outputs]\nlogits = "logits"')
     (folder / "words.toml").write_text('[inputs]\nwords = "input_ids"')
     model = ir.load(writer / "model.onnx")
     both = ir.Value(name="decoder_input_ids", type=ir.TensorType(ir.DataType.INT64))
@@ -386,10 +386,14 @@ def test_names_of_a_toml_file(examples: Path, writer_run_folder: Path) -> None:
         ("outside.onnx --reference run", 3, "expected its weights in ../w.bin, a file beside it"),
         ("m.onnx --reference audited_functions:misnamed", 3, "gives y; return one tensor for each"),
         ("m.onnx --reference audited_functions:several", 3, "gives 2 tensors; return one tensor"),
-        ("graph.onnx --reference run --names table.toml", 3, "expected the tables inputs, outputs"),
-        ("graph.onnx --reference run --names several.toml", 3, "expected one name for tokens"),
+        ("graph.onnx --reference run --names table.toml", 3, "unknown field `cache`"),
+        (
+            "graph.onnx --reference run --names several.toml",
+            3,
+            "got `array` - at `$.inputs.tokens`",
+        ),
         ("graph.onnx --reference run --names lacking.toml", 3, "has no input 'ids'; it has "),
-        ("graph.onnx --reference run --names words.toml", 3, "expected the meanings"),
+        ("graph.onnx --reference run --names words.toml", 3, "unknown field `words`"),
         ("x.onnx --reference run", 3, "say it with --names"),
         ("graphs --reference both", 3, "the folder holds one graph without an encoder"),
         ("graphs --reference reader", 3, "reads past_key_values.0.key and "),

@@ -165,7 +165,11 @@ def _load(path: Path, kind: Literal["private", "public"]) -> Any:
             try:
                 key = serialization.load_pem_private_key(content, None)
             except TypeError:
-                passphrase = _passphrase(path)
+                if not (passphrase := os.environ.get(PASSPHRASE, "")):
+                    raise InputError(
+                        f"{path} is encrypted: put its passphrase into the environment variable "
+                        f"{PASSPHRASE}"
+                    ) from None
                 key = serialization.load_pem_private_key(content, passphrase.encode())
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
         if passphrase:
@@ -180,14 +184,6 @@ def _load(path: Path, kind: Literal["private", "public"]) -> Any:
     if isinstance(key, edwards) or (isinstance(key, elliptic) and key.curve.name == CURVE):
         return key
     raise _no_key(path, kind, _kind(key))
-
-
-def _passphrase(path: Path) -> str:
-    if passphrase := os.environ.get(PASSPHRASE, ""):
-        return passphrase
-    raise InputError(
-        f"{path} is encrypted: put its passphrase into the environment variable {PASSPHRASE}"
-    )
 
 
 def _no_key(path: Path, kind: str, found: str) -> InputError:

@@ -17,7 +17,7 @@ from transferry.export.checks import texts as fed
 from transferry.export.checks.check import Findings, prove
 from transferry.export.checks.task_metrics import task_metrics
 from transferry.export.checks.tasks import ServedTasks
-from transferry.export.checks.texts import compare_scores
+from transferry.export.checks.texts import scores
 from transferry.export.faults import self_test
 from transferry.export.faults.variant_faults import batch_faults
 from transferry.export.oracle.oracle import SHAKES, Oracle
@@ -213,7 +213,8 @@ def compared(oracle: Oracle, bundle: Bundle, decoder: PortableDecoder) -> Callab
 
     def faults(texts: list[str]) -> list[str]:
         pairs = list(zip(texts, texts[::-1], strict=True))
-        return [item.fault for item in compare_scores(oracle, Engine.of(bundle, decoder), pairs)]
+        checks = [scores(oracle, Engine.of(bundle, decoder), pairs)]
+        return [item.fault for item in prove(checks).comparisons]
 
     return faults
 
