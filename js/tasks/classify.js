@@ -122,15 +122,19 @@ function headRecord(engine, row, longRows, answer) {
   });
 }
 
-/** Refuses a text with the token that separates two texts, after which the graph begins the second segment. */
+/** Refuses a text with the token that separates or pads texts; as in `OpenBundle` and `Preprocessor.undivided`. */
 function requireUndivided({ manifest, tokenizer }, ids, pair) {
-  const { segments, segment_end: separator } = manifest.model;
+  const { segments, segment_end: end, rereading_layers: rereads, pooling } = manifest.model;
   const { special } = tokenizer;
+  const last = String(pooling) === "last" && !special.after.length && !manifest.head.template?.length;
+  if (!segments && !rereads && !last) return;
+  const separator = rereads || last ? special.pad : end;
   const number = (tokens) => tokens.filter((token) => token === separator).length;
-  if (!segments || number(ids) === number(special.wrap(pair === null ? [] : special.between))) return;
+  const usual = last ? [] : special.wrap(pair === null ? [] : special.between);
+  if (number(last ? ids.slice(-1) : ids) === number(usual)) return;
   throw new RowError(
     "tokenizer",
-    "the text holds the token that separates two texts; give these as a pair, or leave the token out",
+    "the text holds the token that separates or pads texts; give two as a pair, or leave the token out",
   );
 }
 

@@ -234,12 +234,17 @@ class OpenBundle:
         self.replicas = replicas
         self.batches = batches or models[0].batches
         self._waiting: Callable[[int], None] = _nothing
-        tokenizer, model = bundle.tokenizer, bundle.manifest.model
+        tokenizer, model, head = bundle.tokenizer, bundle.manifest.model, bundle.manifest.head
+        separator = model["segment_end"] if model.get("segments") else None
+        # Classifiers of decoders read the last token before padding.
+        last = model.get("pooling") == ["last"] and not tokenizer.special.after
+        at_end = last and head is not None and head.task == "classify" and not head.template
+        if at_end or model.get("rereading_layers"):
+            separator = tokenizer.special.pad_id
         self.max_positions = int(model["max_positions"])
         self.preprocessor = Preprocessor(
             *(tokenizer.encode_batch, tokenizer.special, self.max_positions),
-            tokenizer.longest_token,
-            model["segment_end"] if model.get("segments") else None,
+            *(tokenizer.longest_token, separator, at_end),
         )
 
     def __enter__(self) -> Self:

@@ -21,9 +21,10 @@ from transferry.runtime.tokenizer.third_party import well_formed
 Row = TypeVar("Row")
 LongRows = Literal["error", "truncate", "split"]
 # The graph begins the second segment after the first separator, transformers with the second text.
+# Classifiers of transformers read the token before padding, the graph the last.
 DIVIDED = RowError(
     "tokenizer",
-    "the text holds the token that separates two texts; give these as a pair, or leave the token "
+    "the text holds the token that separates or pads texts; give two as a pair, or leave the token "
     "out",
 )
 
@@ -91,7 +92,8 @@ class Preprocessor:
         longest_token: Characters of the longest token, so that the length of a text bounds its
             tokens from below and a text that must be too long is not tokenised. None if the
             tokenizer may drop or join characters.
-        separator: Token that ends a segment; None of a model without segments.
+        separator: Token that ends a segment, or pads; None where texts may hold any token.
+        at_end: Only the end of a text may not be that token.
     """
 
     encode_batch: Callable[[list[str]], list[list[int]]]
@@ -99,6 +101,7 @@ class Preprocessor:
     positions: int
     longest_token: int | None = None
     separator: int | None = None
+    at_end: bool = False
 
     def encode(
         self,
@@ -186,12 +189,14 @@ class Preprocessor:
         return EncodedRow(text, (), tokens, error)
 
     def undivided(self, row: EncodedRow, between: Sequence[int] = ()) -> EncodedRow:
-        """Returns a row, or its error if a text holds the token that ends a segment.
+        """Returns a row, or its error if a text holds the separator.
 
         `between` are the tokens between the two texts of a pair.
         """
-        end = self.separator
-        if end is None or row.ids.count(end) == self.special.wrap(between).count(end):
+        end, read, usual = self.separator, row.ids, self.special.wrap(between)
+        if self.at_end:
+            read, usual = read[-1:], []
+        if end is None or read.count(end) == usual.count(end):
             return row
         return EncodedRow(row.text, (), row.tokens, DIVIDED)
 

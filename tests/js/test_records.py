@@ -212,11 +212,12 @@ def test_chats_have_the_ids_of_python(tmp_path: Path) -> None:
 
 
 @pytest.mark.optional("node", "onnxruntime-node")
-def test_a_separator_within_a_text(tmp_path: Path, traces: None) -> None:
-    """The graph would begin the second segment there."""
-    Theirs("bert", 0, tmp_path / "theirs", "ForSequenceClassification")
+@pytest.mark.parametrize(("kind", "token"), [("bert", "</s>"), ("mistral", "<pad>")])
+def test_a_separator_within_a_text(kind: str, token: str, tmp_path: Path, traces: None) -> None:
+    """The graph would begin the second segment there, or read padding."""
+    Theirs(kind, 0, tmp_path / "theirs", "ForSequenceClassification")
     import_pretrained(tmp_path / "theirs", tmp_path / "run")
     bundle = make_bundle(tmp_path / "run", tmp_path / "bundle")
-    rows = ["the </s> cat", ("the cat", "sat </s>"), "the cat", ("the cat", "sat")]
+    rows = [f"the {token} cat", ("the cat", f"sat {token}"), "the cat", ("the cat", "sat")]
     given = [answers_of(bundle, "classify", {}, rows, special=mode) for mode in MODES]
     assert compared(tmp_path, given) == {"tokenizer"}

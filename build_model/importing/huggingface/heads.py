@@ -302,6 +302,8 @@ def _rereading(config: Settings, family: Family, shape: ModelConfig) -> tuple[Fa
     """Returns an encoder-decoder type whose decoder reads the source, as its classifiers do."""
     # mBART's begins with the last token of the text, which must be the end token.
     begin = "eos_token_id" if config.get("model_type") == "mbart" else "decoder_start_token_id"
+    if begin == "eos_token_id" and config.get("pad_token_id") == config.get(begin, 2):
+        config.refuse("pad_token_id", config.get(begin, 2), "another than eos_token_id")
     read = dataclasses.replace(
         shape,
         **READS,

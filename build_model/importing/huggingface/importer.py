@@ -204,7 +204,8 @@ def _shape(
         alone, module = shape.architecture == "decoder-only", sentence is not None
         if shape.architecture == "encoder-decoder":
             names = pretrained.names()
-            family, shape = as_source_reader(config, family, shape, names, module=module)
+            embeds = sentence is not None and sentence.settings.task == "embed"
+            family, shape = as_source_reader(config, family, shape, names, module=embeds)
         if alone and (reads(config, family, shape, pretrained.names()) or module):
             family, shape = as_reader(config, family, shape)
         if shape.two_stacks or not generator.two_stacks:

@@ -243,16 +243,31 @@ def test_tags_stand_where_a_text_cut_at_its_beginning_has_them(
     assert record["tags"][-1]["end"] >= len(text.rstrip())
 
 
-@pytest.mark.parametrize("kind", ["ForSequenceClassification", "ForQuestionAnswering"])
-def test_a_separator_within_a_text_is_refused(kind: str, traces: None, tmp_path: Path) -> None:
-    """transformers counts it to the text's segment, the graph to the second."""
-    Theirs("bert", 0, tmp_path / "theirs", kind)
+@pytest.mark.parametrize(
+    ("kind", "suffix", "token"),
+    [
+        ("bert", "ForSequenceClassification", "</s>"),
+        ("bert", "ForQuestionAnswering", "</s>"),
+        ("mbart", "ForSequenceClassification", "<pad>"),
+        ("mistral", "ForSequenceClassification", "<pad>"),
+    ],
+)
+def test_a_separator_within_a_text_is_refused(
+    kind: str, suffix: str, token: str, traces: None, tmp_path: Path
+) -> None:
+    """transformers counts it to the text's segment, the graph to the second; or reads up to it."""
+    Theirs(kind, 0, tmp_path / "theirs", suffix)
     done("import", tmp_path / "theirs", "--out", tmp_path / "run", "--quiet")
     given = ["--out", str(tmp_path / "bundle"), "--variant", "portable", "--quiet"]
     done("export", tmp_path / "run", *given)
-    pairs = [("the </s> cat", "sat"), ("the cat", "sat </s>"), ("the <mask>", "sat")]
+    pairs = [(f"the {token} cat", "sat"), ("the cat", f"sat {token}"), ("the <mask>", "sat")]
+    refused = [
+        None if kind == "mistral" else "tokenizer",
+        "tokenizer",
+        None,
+    ]  # there the last token
     for mode in ("as-text", "as-tokens"):
         with Engine(tmp_path / "bundle", special_tokens=mode) as engine:
-            found = list(engine.classify(pairs) if "Seq" in kind else engine.answer(pairs))
+            found = list(engine.classify(pairs) if "Seq" in suffix else engine.answer(pairs))
         kinds = [each.error and each.error.kind for each in found]
-        assert kinds == (["tokenizer"] * 2 + [None] if mode == "as-tokens" else [None] * 3)
+        assert kinds == (refused if mode == "as-tokens" else [None] * 3)

@@ -10,6 +10,7 @@ from typing import Any
 
 from transferry.build_model.importing.huggingface import decoder_only, encoder_decoder, encoder_only
 from transferry.build_model.importing.huggingface.folder import REMEDY, PretrainedFolder
+from transferry.build_model.importing.huggingface.heads import task_of
 from transferry.build_model.importing.huggingface.tokenizer.byte_tokenizer import (
     byte_tokenizer,
     ranks_of,
@@ -366,6 +367,7 @@ def _sentencepiece(pretrained: PretrainedFolder, config: ModelConfig) -> AnyToke
     assert isinstance(tokenizer, SentencePieceTokenizer)
     before, after = _added(pretrained, tokenizer, bos), _added(pretrained, tokenizer, eos, "eos")
     tokenizer.special = dataclasses.replace(special, before=before, after=after)
+    _cut_padding(tokenizer, pretrained, config)
     for name in settings.values:
         if name == "tokenizer_class" or name.endswith("_token"):  # as the model names them itself
             settings.get(name)
@@ -432,22 +434,22 @@ def _join_pairs(tokenizer: AnyTokenizer, found: FastTokenizer) -> list[int]:
     between = pair.ids[len(first) : len(pair.ids) - len(second)]
     if pair.ids != [*first, *between, *second]:
         return []
-    joins = not between  # else the tokens between say it
-    tokenizer.special = dataclasses.replace(special, between=tuple(between), joins=joins)
-    segments: list[int] = pair.type_ids
-    return segments
+    tokenizer.special = dataclasses.replace(special, between=tuple(between), joins=not between)
+    return list(pair.type_ids)
 
 
 def _cut_padding(
     tokenizer: AnyTokenizer, pretrained: PretrainedFolder, config: ModelConfig
 ) -> None:
-    """Leaves out padding after a text, since heads of transformers read the token before it."""
+    """Leaves out padding after a text, since classifiers of transformers read the token before."""
     special, padding = tokenizer.special, pretrained.config.get("pad_token_id")
-    after = list(special.after)
-    while config.head_widths and config.pooling and after[-1:] == [padding]:
-        after.pop()
-        pretrained.padded += 1
-    tokenizer.special = dataclasses.replace(special, after=tuple(after))
+    if task_of(pretrained.config) != "classify" or padding not in range(config.vocabulary_size):
+        return
+    after = special.after
+    while after[-1:] == (padding,):
+        after = after[:-1]
+    pretrained.padded += len(special.after) - len(after)
+    tokenizer.special = dataclasses.replace(special, after=after, pad_id=padding)
 
 
 def _unchanged(

@@ -241,9 +241,10 @@ def test_the_score_of_a_cross_encoder_is_as_its_folder_says(tmp_path: Path) -> N
 
 
 @torch.inference_mode()
-def test_cross_encoders_of_sentence_transformers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["bert", "t5"])
+def test_cross_encoders_of_sentence_transformers(kind: str, tmp_path: Path) -> None:
     folder, run, bundle = tmp_path / "theirs", tmp_path / "run", tmp_path / "bundle"
-    theirs = Theirs("bert", 0, folder, "ForSequenceClassification", **PROBLEMS["none"])
+    theirs = Theirs(kind, 0, folder, "ForSequenceClassification", **PROBLEMS["none"])
     write_modules(folder, "sentence_transformers.base.modules.transformer.Transformer")
     record: dict[str, Any] = {
         "activation_fn": "torch.nn.modules.linear.Identity",
