@@ -165,7 +165,6 @@ class Arithmetic(Moved, TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Computes a function of torch."""
         kwargs = kwargs or {}
         if func is F.linear:
             x, weight, *bias = args
@@ -209,14 +208,12 @@ class Shaken(TorchFunctionMode):
     """
 
     def __init__(self, seed: int) -> None:
-        """Takes the seed of the moves."""
         super().__init__()
         self._generator = torch.Generator().manual_seed(seed)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Computes a function of torch."""
         if func in (F.layer_norm, Tensor.matmul):
             x, *others = args
             return func(x + x * moves(x, self._generator, ULP), *others, **(kwargs or {}))

@@ -240,7 +240,6 @@ class Audit:
         return replace(self, oracle=replace(self.oracle, tolerance=tolerance))
 
     def _tensors(self, subject: ForeignFolder) -> Iterator[Check]:
-        """Yields the checks of tensors alone."""
         yield from numbers(subject, self.oracle, self.cases)
         yield from self.batches(subject)
         if not subject.decodes:
@@ -264,7 +263,6 @@ class Audit:
             yield Findings(vectors=[(meant, found)])
 
     def _rounded(self, subject: ForeignFolder) -> Iterator[Check]:
-        """Yields the checks of the graphs as they are."""
         yield from numbers(subject, self.oracle, self.cases)
         yield from self.batches(subject)
         again = random_case(self.oracle.config, 3, 9, 2, seed=7)

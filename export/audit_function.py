@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from transferry.export.audit import UNLIMITED, Done, tolerance_of, with_faults
-from transferry.export.checks.check import INDEPENDENCE, Check, Findings, claim, prove
+from transferry.export.checks.check import INDEPENDENCE, Check, Findings, claim, failed, prove
 from transferry.export.checks.foreign_weights import foreign_weights
 from transferry.export.checks.numbers import batched, declared, repeats
 from transferry.export.checks.unrounded import told, tolerance_of_floats, without_rounding
@@ -93,7 +93,6 @@ class FunctionAudit:
         yield claim("weights", lambda: [foreign_weights(self.module, subject.layout)])
 
     def _inputs(self, subject: FunctionGraph) -> Iterator[Check]:
-        """Yields the check of each input."""
         for number, inputs in enumerate(subject.inputs):
             yield Check(f"input {number}", partial(self._input, subject, f"input {number}", inputs))
 
@@ -109,9 +108,7 @@ class FunctionAudit:
             try:
                 found = subject.answers(given)
             except InputError as error:
-                budget = self.tolerance.budget(0.0)
-                broken = Comparison(case, "output", "text", np.inf, 0.0, budget, fault=str(error))
-                yield Findings(comparisons=[broken])
+                yield Findings(comparisons=[failed(case, "text", error)])
                 continue
             oracle = run_module(self.exact, given, list(found), torch.float64)
             if not any(each.size for each in oracle.values()):
@@ -286,7 +283,6 @@ def run_module(
 
 
 def _takes(module: nn.Module, names: Iterable[str]) -> bool:
-    """Whether the module has arguments of these names."""
     try:
         inspect.signature(module.forward).bind(**dict.fromkeys(names))
     except (TypeError, ValueError):  # ValueError: a forward that is not of Python

@@ -348,7 +348,6 @@ def calibrated(checkpoint: Checkpoint, texts: Sequence[str]) -> Calibration:
 
 
 def _sources(checkpoint: Checkpoint, texts: Sequence[str]) -> list[list[int]]:
-    """Returns the token ids of the texts that fit the model."""
     tokenizer, config = checkpoint.tokenizer, checkpoint.model.config
     return [
         source_of(text, tokenizer, config, number)
@@ -357,7 +356,6 @@ def _sources(checkpoint: Checkpoint, texts: Sequence[str]) -> list[list[int]]:
 
 
 def _manifest(checkpoint: Checkpoint, variants: Mapping[str, Variant], folder: Path) -> Manifest:
-    """Returns the manifest of the files in a folder."""
     config = checkpoint.model.config
     versions = installed_versions(*MADE_BY)
     needed = any(Precision.of(variant.precision).kernels for variant in variants.values())

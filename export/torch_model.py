@@ -143,7 +143,6 @@ class TorchEncoder:
     """An encoder-only model in its own precision: float32 as trained, float64 as the oracle."""
 
     def __init__(self, model: Transformer, arithmetic: Moved | None = None) -> None:
-        """See `TorchDecoder`."""
         self.model = model.eval()
         self._arithmetic = arithmetic or _own_arithmetic(model)
 
@@ -200,7 +199,6 @@ def moved_heads(
 
 
 def _each(caches: Sequence[Any], made: Callable[[Tensor], Tensor]) -> list[Any]:
-    """Returns caches of other tensors."""
     return [type(cache)(*map(made, cache)) for cache in caches]
 
 

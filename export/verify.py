@@ -221,7 +221,6 @@ class Verification:
         return found
 
     def _left_out(self) -> list[Claim]:
-        """Returns the claims that these settings do not compare."""
         effort, none = self.request.effort, "no text was given, and the checkpoint kept no samples"
         made = {WEIGHTS: effort.stored, RECORDED: effort.anew}
         found = [Claim(name, skipped=LEFT_OUT) for name, compared in made.items() if not compared]

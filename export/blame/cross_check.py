@@ -17,7 +17,7 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import onnx
@@ -39,7 +39,7 @@ from transferry.runtime.decoding.decoder import (
 from transferry.runtime.errors import ProviderError, TransferryError
 from transferry.runtime.ort.graph_runner import RUNTIMES
 from transferry.runtime.ort.open_model import ServedModel, open_model
-from transferry.runtime.ort.openvino_runner import PRECISION, openvino_core, openvino_version
+from transferry.runtime.ort.openvino_runner import compiled_in_float32, openvino_version
 from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.proof.compare import Case, Tolerance, Truth, compare, observe
 from transferry.runtime.proof.report import CrossCheck, sum_up
@@ -87,7 +87,6 @@ class ReferenceBackend(Backend):
     name = "onnx.reference"
 
     def __init__(self, bundle: Bundle, variant: Variant) -> None:
-        """Opens every graph."""
         self.name = f"onnx.reference {onnx.__version__}"
         self._evaluators = {
             name: ReferenceEvaluator(str(bundle.graph(graph)))
@@ -102,19 +101,13 @@ class OpenVinoBackend(Backend):
     """OpenVINO on the CPU, in float32."""
 
     name = "OpenVINO"
-    # With more threads, sums could differ from run to run.
-    _SETTINGS: ClassVar[Mapping[str, Any]] = {
-        **PRECISION,
-        "INFERENCE_NUM_THREADS": 1,
-        "NUM_STREAMS": 1,
-    }
 
     def __init__(self, bundle: Bundle, variant: Variant) -> None:
-        """Compiles every graph; see `Backend`."""
         self.name = f"OpenVINO {openvino_version()}"
-        core = openvino_core()
+        # With more threads, sums could differ from run to run.
+        alone = {"INFERENCE_NUM_THREADS": 1, "NUM_STREAMS": 1}
         self._compiled = {
-            name: core.compile_model(str(bundle.graph(graph)), "CPU", dict(self._SETTINGS))
+            name: compiled_in_float32(bundle.graph(graph), **alone)
             for name, graph in variant.steps.items()
         }
 

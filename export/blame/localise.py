@@ -83,7 +83,6 @@ class _Call:
 def _calls(
     name: str, spec: GraphSpec, case: Case, reference: TorchDecoder, oracle: TorchDecoder
 ) -> Iterator[_Call]:
-    """Yields the runs of a graph in a case."""
     outputs = [tensor.name for tensor in spec.outputs]
     if name == "encoder":
         sides: list[Tensors] = []
@@ -126,7 +125,6 @@ def _calls(
 
 
 def _feeds(spec: GraphSpec, *arrays: NDArray[Any]) -> Arrays:
-    """Returns the inputs by name, in the types of the graph."""
     return {
         tensor.name: np.ascontiguousarray(array, tensor.type)
         for tensor, array in zip(spec.inputs, arrays, strict=True)
@@ -134,7 +132,6 @@ def _feeds(spec: GraphSpec, *arrays: NDArray[Any]) -> Arrays:
 
 
 def _faults(call: _Call, found: Tensors, tolerance: Tolerance, *, exact: bool) -> set[str]:
-    """Returns the outputs that are wrong."""
     if exact:
         return {
             name for name, oracle in call.truth.oracle.items() if value_error(found[name], oracle)
@@ -156,8 +153,6 @@ def _flat(caches: Sequence[Any]) -> list[NDArray[Any]]:
 
 @dataclass(frozen=True)
 class _Verdict:
-    """Error of a value, its limit, and a description."""
-
     error: float
     budget: float
     fault: str
@@ -190,7 +185,6 @@ class _Search:
         self.hiding: set[str] = set()
 
     def origin(self, faults: set[str]) -> Origin:
-        """Finds the origin of faulty outputs."""
         if (untrue := self._traced_fault(faults)) is not None:
             return untrue
         wrong = self._first_wrong(min(faults, key=self.served.position))

@@ -212,7 +212,6 @@ def _problem(matrix: Matrix, rows: slice, name: str, weight: Floats) -> str:
 
 
 def _matrices(layout: Layout) -> Iterator[Matrix]:
-    """Yields the matrices and vectors of all graphs."""
     for graph in layout.graphs:
         model = ir.load(graph.path)
         constants = {str(each.name): each for each in stored(model) if each.name}
@@ -266,7 +265,6 @@ def _dequantised(
 
 
 def _nibbles(packed: NDArray[Any], bits: int) -> NDArray[np.uint8]:
-    """Unpacks the last axis, the lowest bits first."""
     parts = [(packed >> np.uint8(at)) & np.uint8(2**bits - 1) for at in range(0, 8, bits)]
     return np.stack(parts, -1).reshape(*packed.shape[:-1], -1)
 
@@ -301,7 +299,6 @@ def _gathered(names: list[str], arrays: list[Any], node: ir.Node) -> Matrix | No
 
 
 def _linear(names: list[str], arrays: list[Any], node: ir.Node) -> Matrix | None:
-    """Reads DequantizeLinear."""
     integers, scale, zero = (*arrays, None)[:3]
     if integers is None or scale is None or integers.ndim != 2 or integers.dtype == np.int32:
         return None

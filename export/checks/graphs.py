@@ -166,7 +166,6 @@ def _problem(graph: Graph, bundle: Bundle, spec: GraphSpec) -> str:
 
 
 def _fits(declared: Sequence[str], wanted: Sequence[str]) -> bool:
-    """Whether a declaration says nothing else than another."""
     both = zip_longest(declared, wanted, fillvalue="")
     return all(one in ("", other) for one, other in both)
 

@@ -99,7 +99,6 @@ class _Typical:
 
     @classmethod
     def of(cls, rows: Sequence[Expected]) -> _Typical:
-        """Measures rows, one at least."""
         truths = [row.truth for row in rows]
         return cls(
             {
@@ -423,7 +422,6 @@ class ServedTasks:
         return Expected(*given, tolerance, shaken)
 
     def _judged(self, tensors: Tensors) -> Floats:
-        """Returns the vector or scores that no choice is made by; empty where labels are chosen."""
         if self.main == "embed":
             vector: Floats = self.inputs.values(tensors)["vector"]
             return vector
@@ -444,7 +442,6 @@ class ServedTasks:
         return {"vectors" if self.main == "embed" else "scores": [(meant, worst)]}
 
     def _scores(self, row: Row, tensors: Tensors) -> Floats:
-        """Returns the scores among which tokens or labels are chosen `[choices, options]`."""
         if self.main == "fill-mask":
             mask_id = self.inputs.special.mask_id
             scores = tensors["logits"][0, np.array(row.ids) == mask_id]

@@ -181,7 +181,6 @@ class _Real:
         self.kept = {name: each.value for name, each in node.attributes.items() if name != "opset"}
 
     def made(self, old: ir.Value) -> ir.Value:
-        """Returns the new output."""
         return OPERATORS[self.node.op_type](self, *self.node.inputs)
 
     def spread(self, x: Value, scale: ir.Value) -> ir.Value:
@@ -233,7 +232,6 @@ class _Real:
         return self.op("Add", self.op("Div", *wide[:2]), wide[2])
 
     def dequantised(self, x: Value, scale: Value, zero: Value = None) -> ir.Value:
-        """DequantizeLinear."""
         assert x is not None and scale is not None
         if x.const_value is None or scale.const_value is None or len(x.const_value.shape) > 2:
             return self.real(x, scale, zero)
@@ -256,7 +254,6 @@ class _Real:
         return constant(self.old, values)
 
     def plus(self, product: ir.Value, *bias: Value) -> ir.Value:
-        """Adds the bias, if there is one."""
         given = [each for each in bias if each is not None]
         return self.op("Add", product, given[0]) if given else product
 
@@ -266,30 +263,25 @@ class _Real:
         return self.op("MatMul", a, b if zb is None else self.op("Sub", b, zb))
 
     def scaled_product(self, a: Value, b: Value, sa: Value, sb: Value, *more: Value) -> ir.Value:
-        """MatMulIntegerToFloat."""
         za, zb, bias = (*more, None, None, None)[:3]
         return self.plus(self.op("MatMul", self.real(a, sa, za), self.real(b, sb, zb)), bias)
 
     def dynamic_product(self, a: Value, b: Value, scale: Value, *more: Value) -> ir.Value:
-        """DynamicQuantizeMatMul."""
         zero, bias = (*more, None, None)[:2]
         return self.plus(self.op("MatMul", a, self.real(b, scale, zero)), bias)
 
     def linear(self, *inputs: Value) -> ir.Value:
-        """One of `LINEAR`."""
         operator, count = LINEAR[self.node.op_type]
         found = self.op(operator, *self.reals(inputs[: 3 * count]), **self.kept)
         return self.steps(found, *inputs[3 * count :])
 
     def gemm(self, *inputs: Value) -> ir.Value:
-        """QGemm."""
         *given, c, scale, zero = [*inputs, None, None, None][:9]
         vector = [] if c is None else [self.bias(c, given[1], given[4])]
         found = self.op("Gemm", *self.reals(tuple(given)), *vector, **self.kept)
         return found if scale is None else self.steps(found, scale, zero)
 
     def attention(self, x: Value, weight: Value, bias: Value, *more: Value) -> ir.Value:
-        """QAttention."""
         sx, sw, mask, zx, zw, past = (*more, *[None] * 6)[:6]
         given = self.real(x, sx, zx), self.real(weight, sw, zw), bias, mask, past
         found = self.op("Attention", *given, **self.kept)
@@ -297,20 +289,16 @@ class _Real:
         return found
 
     def where(self, condition: Value, *inputs: Value) -> ir.Value:
-        """QLinearWhere."""
         return self.steps(self.op("Where", condition, *self.reals(inputs[:6])), *inputs[6:])
 
     def concat(self, scale: Value, zero: Value, *inputs: Value) -> ir.Value:
-        """QLinearConcat."""
         return self.steps(self.op("Concat", *self.reals(inputs), **self.kept), scale, zero)
 
     def bits(self, x: Value, packed: Value, *more: Value) -> ir.Value:
-        """MatMulNBits."""
         weight = self.op("Transpose", self.packed(packed), perm=[1, 0])
         return self.plus(self.op("MatMul", x, weight), *more[3:])
 
     def gathered(self, table: Value, ids: Value, *more: Value) -> ir.Value:
-        """GatherBlockQuantized."""
         return self.op("Gather", self.packed(table), ids)
 
     def packed(self, value: Value) -> ir.Value:

@@ -42,7 +42,6 @@ class CheckpointWeights:
     def __init__(
         self, model: Transformer, precision: Precision, calibration: Calibration | None = None
     ) -> None:
-        """Takes the trained model, the variant's precision, and the calibration if that is int8."""
         self._calibration, self._pairs = calibration, not precision.weights_only
         self._bits = precision.block_bits
         if calibration is not None:
@@ -99,7 +98,6 @@ class CheckpointWeights:
         return self._input(base, kind)
 
     def _wide(self, name: str) -> Sequence[int]:
-        """Returns the inputs of a layer that stay in float32."""
         activations = self._calibration.activations if self._calibration else {}
         return activations[name].wide if name in activations else ()
 

@@ -150,7 +150,6 @@ class ShownModel:
     """
 
     def __init__(self, bundle: Bundle, model: ServedModel) -> None:
-        """Opens a variant once more, as it is served."""
         self._runners: list[_ShownRunner] = []
         kind: Any = model_class(model.variant)
         self._model: Any = kind(bundle, model.variant, model.options, self._opened)
@@ -272,7 +271,6 @@ class Followed:
     """Rounds to the integers of a graph: first in float32, then the same case in float64."""
 
     def __init__(self, model: ShownModel, reference: Any) -> None:
-        """Takes a model that ran a case, and torch with the same rounding."""
         self._calls, self._call, self._names = model.calls, -1, model.names
         for call in self._calls:
             for name, tensor in call.cached.items():
@@ -387,12 +385,10 @@ class _Held:
     """
 
     def __init__(self, integers: Sequence[Tensor]) -> None:
-        """Takes the integers of the case, in the order of its sites."""
         self._integers, self._own = integers, list[Tensor]()
         self._first, self._site = -1, 0
 
     def begin(self) -> None:
-        """Begins a pass."""
         self._site = 0
 
     def __call__(self, x: Tensor, scale: Any, least: int, most: int) -> Tensor:

@@ -257,7 +257,6 @@ class Oracle:
     def _at_once(
         self, sources: Sequence[Sequence[int]], options: GenerationOptions, rows: int | None = None
     ) -> list[list[int]]:
-        """Returns the rows that torch searches together."""
         lengths = [len(source) for source in sources]
         return length_batches(lengths, rows or max(1, self.rows // options.beam), 4096)
 

@@ -102,7 +102,6 @@ class Row:
         return Hypothesis(tokens, own, score, reason)
 
     def _one(self, sample: int) -> Hypothesis:
-        """Greedy search, or one sample."""
         draws = _random_numbers(self.options.seed, self.number, sample)
         tokens: Tokens = ()
         total = 0.0

@@ -132,7 +132,6 @@ def _sides(
 
 
 def _blocks(model: Transformer, bits: int) -> dict[str, Rounded]:
-    """Returns the weights of a variant in blocks, by the parameters' names."""
     found = {}
     for name, weight in block_weights(model, bits):
         integers, scales = map(torch.from_numpy, (weight.integers, weight.scales))
@@ -152,7 +151,6 @@ def _weights_alone(model: Transformer) -> Iterator[tuple[str, Rounded]]:
 
 
 def _rows(model: Transformer, activations: Mapping[str, Activation]) -> dict[str, Rounded]:
-    """Returns the weights of an int8 variant, by the parameters' names."""
     found = {}
     for name, parameter in model.named_parameters():
         if (activation := activations.get(name)) is None and name != "embedding.weight":

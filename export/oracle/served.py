@@ -61,7 +61,6 @@ class Watched(EncoderModel):
     """A served model that shows the tensors of each batch to a function."""
 
     def __init__(self, model: EncoderModel, shown: Callable[[Any, Any, Tensors], None]) -> None:
-        """Takes the model, whose sessions run."""
         self.variant, self.options = model.variant, model.options
         self.batches, self.outputs = model.batches, model.outputs
         self._model, self._shown = model, shown

@@ -269,7 +269,6 @@ def _summary(
 
 
 def _human(value: float) -> str:
-    """Rounds to two digits: 54,000 rather than 53841.7."""
     return f"{float(f'{value:.1e}'):,.10g}"
 
 

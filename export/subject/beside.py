@@ -197,7 +197,6 @@ def _facts(imported: Imported) -> dict[str, Any]:
 
 
 def _ids(path: Path) -> dict[str, Any]:
-    """Labels and ids of special tokens of a config.json."""
     settings = _settings(path)
     return {k: v for k, v in settings.items() if k in LABELS or k.endswith("_token_id")}
 
@@ -225,13 +224,11 @@ def _short(value: Any) -> str:
 
 
 def _matching(folder: Path, patterns: Sequence[str]) -> Iterator[Path]:
-    """Yields the files of a folder that match."""
     for pattern in patterns:
         yield from sorted(path for path in folder.glob(pattern) if path.is_file())
 
 
 def _link(folder: Path, overlay: Path) -> None:
-    """Makes a folder of links to the files of another."""
     for path in folder.rglob("*"):
         if path.is_file():
             link = overlay / path.relative_to(folder)

@@ -41,7 +41,6 @@ class BundleSubject(CopiedSubject[Any]):
         *,
         whole: bool = False,
     ) -> None:
-        """Opens nothing yet."""
         self.checkpoint, self.folder = checkpoint, folder
         self.name, self.options, self.whole = name, options, whole
 

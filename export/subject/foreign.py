@@ -113,7 +113,6 @@ class ForeignFolder(GraphsSubject):
         paddings: Sequence[Padding] = (),
         beside: Beside | None = None,
     ) -> None:
-        """Takes the sides that the reference can have by default."""
         super().__init__(layout, session)
         self.checkpoint, self.beside = checkpoint, beside
         self.paddings = [*paddings] or default_paddings(checkpoint, layout)

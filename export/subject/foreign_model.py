@@ -202,7 +202,6 @@ class ForeignState:
 
 
 def _longer(state: ForeignState, tokens: Ids) -> ForeignState:
-    """Adds tokens `[rows, new]` to each row."""
     rows = [(*row, *new) for row, new in zip(state.rows, tokens.tolist(), strict=True)]
     return replace(state, rows=rows)
 

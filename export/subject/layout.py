@@ -308,7 +308,6 @@ def _load(path: Path) -> ir.Model:
 
 
 def _weights(model: ir.Model) -> set[str]:
-    """Returns the names of the files that hold weights of a graph."""
     outside = (tensor for tensor in stored(model) if isinstance(tensor, ir.ExternalTensor))
     return {str(tensor.location) for tensor in outside}
 
@@ -350,7 +349,6 @@ def _named(path: Path, names: Path) -> Layout:
 def _side(
     path: Path, kind: str, given: dict[str, Any], cache: str, there: set[str]
 ) -> tuple[dict[str, str], list[str]]:
-    """Returns the names of inputs or outputs by meaning, and those of the cache."""
     listed = given.pop(cache)
     past = [listed] if isinstance(listed, str) else listed
     meant = {role: name for role, name in given.items() if name}

@@ -275,7 +275,6 @@ def meaningful(case: Case, name: str, tensor: NDArray[Any]) -> NDArray[np.bool_]
 
 
 def _kept(case: Case, name: str, tensor: NDArray[Any]) -> NDArray[np.bool_]:
-    """Returns which positions have a meaning `[positions]`."""
     there = meaningful(case, name, tensor)[..., 0]
     return (there[:, 0] if there.ndim == 3 else there).ravel()
 

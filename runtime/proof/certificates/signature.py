@@ -195,7 +195,6 @@ def _no_key(path: Path, kind: str, found: str) -> InputError:
 
 
 def _label(content: bytes) -> str:
-    """Describes the content of a PEM file by its label."""
     labels = re.findall(r"-----BEGIN ([A-Z0-9 ]+)-----", content.decode(errors="replace"))
     if not labels:
         return "no PEM" if content else "an empty file"

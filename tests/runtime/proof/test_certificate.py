@@ -354,6 +354,9 @@ def test_a_certificate_of_no_search_is_named(folder: Path, name: str, value: Any
         *("", "{}", "[]", '{"format": 1}', '{"format": 3, "cell": {}}', "\0\1"),
         '{"dsseEnvelope": {"payloadType": "text/plain", "payload": "", "signatures": []}}',
         '{"dsseEnvelope": {"payloadType": "application/vnd.in-toto+json", "payload": "?"}}',
+        '{"dsseEnvelope": {"payloadType": "application/vnd.in-toto+json", "payload": 3}}',
+        '{"dsseEnvelope": {"payloadType": "application/vnd.in-toto+json", "payload": "e30=", '
+        '"signatures": [{"sig": 1}]}}',
     ],
 )
 def test_what_is_no_certificate_is_named(plain: Path, text: str) -> None:

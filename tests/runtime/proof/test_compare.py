@@ -7,15 +7,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from transferry.runtime.decoding.decoder import StepOutput
 from transferry.runtime.proof.compare import (
     Case,
     Comparison,
     Tolerance,
     Truth,
     compare,
-    meaningful,
-    observe,
     truth,
 )
 from transferry.runtime.proof.units import Units, logit_errors, logit_units
@@ -52,11 +49,6 @@ TRUTH = Truth(ORACLE, {name: np.full(count, 1e-6) for name, count in POSITIONS.i
 
 def answer() -> Arrays:
     return {name: tensor.copy() for name, tensor in ORACLE.items()}
-
-
-def test_budget_is_a_multiple_of_the_error_that_torch_makes() -> None:
-    assert Tolerance(factor=3.0, floor=1e-7).budget(1e-5) == pytest.approx(3e-5)
-    assert Tolerance(factor=3.0, floor=1e-7).budget(0.0) == pytest.approx(3e-7)
 
 
 def errors_of(exact: Array, found: Array, *, logits: bool = False) -> Array:
@@ -127,14 +119,6 @@ def test_a_small_channel_of_a_cache_is_judged_beside_a_large_one() -> None:
     wrong[:, 1, :, 2] *= 1.01
     assert compare(CASE, expected, {"past.0.keys": wrong}, Tolerance())[0].fault
     assert not compare(CASE, expected, reference, Tolerance())[0].fault
-
-
-def test_only_the_encoder_gives_what_padding_makes_meaningless() -> None:
-    cross = meaningful(CASE, "cross.0.keys", ORACLE["cross.0.keys"])
-    assert cross.shape == (2, 2, 3, 4)
-    np.testing.assert_array_equal(cross[:, 1, :, 2], MASK)
-    assert meaningful(CASE, "past.0.keys", ORACLE["past.0.keys"]).all()
-    assert meaningful(CASE, "logits", ORACLE["logits"]).all()
 
 
 def test_truth_holds_the_error_that_torch_makes_at_each_position() -> None:
@@ -309,42 +293,6 @@ def test_a_reference_that_overflowed_excuses_nothing(error: float) -> None:
     logits, *others = compare(CASE, expected, ORACLE, TOLERANCE)
     assert logits.fault == "torch's own answer holds NaN or infinity, so it proves nothing"
     assert not any(item.fault for item in others)
-
-
-class Recorder:
-    """A decoder that writes down how it is called."""
-
-    shares_cache = False
-
-    vocabulary_size = 10
-    has_encoder = True
-
-    def start(self, source: NDArray[np.int64], mask: NDArray[np.bool_]) -> list[list[int]]:
-        assert source is CASE.source
-        assert mask is CASE.mask
-        return []
-
-    def step(
-        self, tokens: NDArray[np.int64], state: list[list[int]], **wanted: Any
-    ) -> tuple[StepOutput, list[list[int]]]:
-        logits = np.full((2, tokens.shape[1], 10), len(state), np.float32)
-        return StepOutput(logits), [*state, tokens.tolist()]
-
-    def select(self, state: list[list[int]], rows: NDArray[np.int64]) -> list[list[int]]:
-        raise NotImplementedError
-
-    def tensors(self, state: list[list[int]]) -> dict[str, NDArray[np.floating[Any]]]:
-        return {str(state): np.zeros(0)}
-
-
-@pytest.mark.parametrize(
-    ("past", "fed"), [(0, [[[1, 7, 8], [1, 9, 4]]]), (2, [[[1, 7], [1, 9]], [[8], [4]]])]
-)
-def test_observe_cuts_the_target_at_the_past(past: int, fed: list[list[list[int]]]) -> None:
-    found = observe(Recorder(), dataclasses.replace(CASE, past=past))
-    assert found.keys() == {"logits", str(fed)}
-    assert found["logits"].shape == (2, 3 - past, 10)
-    assert (found["logits"] == len(fed) - 1).all(), "the logits are those of the last step"
 
 
 @pytest.mark.parametrize("biased", [0, 1, 300, 480], ids=lambda n: f"{n} biased")

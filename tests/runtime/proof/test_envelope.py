@@ -89,16 +89,6 @@ def test_a_changed_envelope_is_refused(tmp_path: Path) -> None:
     trusted = Trust((own,))
     envelope = Envelope.seal(statement(FILES, REPORT), load_private_key(private))
     (signature,) = json.loads(envelope.content)["dsseEnvelope"]["signatures"]
-    changed = "has changed since it was signed"
-
-    payload = base64.b64encode(envelope.payload.replace(b"2026", b"2025")).decode()
-    assert tampered(envelope, payload=payload).refusal(trusted) == changed
-    flipped = bytearray(base64.b64decode(signature["sig"]))
-    flipped[-1] ^= 1
-    wrong = {**signature, "sig": base64.b64encode(flipped).decode()}
-    assert tampered(envelope, signatures=[wrong]).refusal(trusted) == changed
-    assert tampered(envelope, signatures=[]).refusal(trusted) == "is unsigned"
-
     other = load_public_key(other_public)
     message = f"is signed by {own.key_id}, not by the trusted key {other.key_id}"
     assert envelope.refusal(Trust((other,))) == message
@@ -106,6 +96,7 @@ def test_a_changed_envelope_is_refused(tmp_path: Path) -> None:
     forged = Envelope.seal(envelope.payload, load_private_key(other_private))
     claimed = {**json.loads(forged.content)["dsseEnvelope"]["signatures"][0]}
     claimed["keyid"] = own.key_id
+    changed = "has changed since it was signed"
     assert tampered(forged, signatures=[claimed]).refusal(trusted) == changed
     unnamed = {**signature, "keyid": "x\nsigned by somebody"}
     assert tampered(envelope, signatures=[unnamed]).signatures[0][0] == "an unnamed key"
@@ -133,15 +124,6 @@ def test_a_second_signature_stands_beside_the_first(tmp_path: Path) -> None:
     assert tampered(one, signatures=record * 2).refusal(two) == lacks
     stranger = load_private_key(key_files(tmp_path, "c", 11)[0])
     assert one.signed(stranger).refusal(two) == lacks
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{"payloadType": "text/plain"}, {"payload": "?"}, {"payload": 3}, {"signatures": [{"sig": 1}]}],
-)
-def test_what_is_no_envelope_is_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises((ValueError, TypeError)):
-        tampered(Envelope.seal(statement(FILES, REPORT)), **changes)
 
 
 def test_the_hint_of_a_first_signature_may_be_absent(tmp_path: Path) -> None:

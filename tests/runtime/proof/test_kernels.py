@@ -18,8 +18,7 @@ from tests.commands import call
 from tests.runtime.proof.certified import certified, with_variants
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.doctor import PRODUCT_GRAPH, check_kernels
-from transferry.runtime.engine.engine import Engine
-from transferry.runtime.errors import ParityError, ProviderError, UsageError
+from transferry.runtime.errors import ProviderError, UsageError
 from transferry.runtime.ort.open_model import open_model
 from transferry.runtime.ort.session import KERNELS, SessionOptions, kernels, open_session
 from transferry.runtime.proof.certificates.standing import fastest, standing
@@ -108,13 +107,6 @@ def test_without_the_package_the_variant_is_refused_and_the_next_one_served(
     assert open_model(bundle, bundle.variant(), SessionOptions()).variant.name == "portable"
 
 
-def test_the_package_alone_serves_nothing_that_is_not_certified(
-    bundle: Bundle, install: Install
-) -> None:
-    install()
-    assert fastest(bundle, SessionOptions()).name == "portable"
-
-
 def test_commands_exit_with_the_code_of_the_refusal(bundle: Bundle, tmp_path: Path) -> None:
     lines = tmp_path / "lines.txt"
     lines.write_text("A dog runs.\n", encoding="utf-8")
@@ -198,6 +190,7 @@ def test_another_library_makes_a_certificate_one_of_elsewhere(
     bundle: Bundle, install: Install
 ) -> None:
     install()
+    assert fastest(bundle, SessionOptions()).name == "portable", "nothing is certified"
     first = kernels().version
     assert first.startswith("0.1.0, sha256 ")
     given = certified(bundle, NAME, settings={"transferry-kernels": first})
@@ -214,14 +207,3 @@ def test_another_library_makes_a_certificate_one_of_elsewhere(
     assert found.reason == f"transferry-kernels {second}, not {first}"
     assert standing(bundle, bundle.variant("cpu-int8"), SessionOptions()).status == "verified"
     assert fastest(bundle, SessionOptions()).name == "cpu-int8"
-
-
-def test_the_library_is_described_for_its_variants_alone(bundle: Bundle, install: Install) -> None:
-    install()
-    described = open_model(bundle, bundle.variant(), SessionOptions()).describe()
-    assert "transferry-kernels" not in described
-
-
-def test_a_required_certificate_is_asked_for_first(bundle: Bundle) -> None:
-    with pytest.raises(ParityError, match="no certificate that holds here"):
-        Engine(bundle.folder, variant=NAME, require_certificate=True)
