@@ -182,8 +182,10 @@ class TransformerConfig(JsonConfig):
             expected = "even for sinusoidal positions, which are pairs of sine and cosine"
             require(self.d_model % 2 == 0, "d_model", expected, self.d_model)
         if self.recurrent:
+            shared = self.positions in ("sinusoidal", "learned")
+            fits = shared and self.architecture == "encoder-decoder"
             expected = "attention unless two stacks share sinusoidal or learned positions"
-            require(self.may_recur, "decoder_cell", expected, "ssru")
+            require(fits, "decoder_cell", expected, "ssru")
 
     def check_width(self) -> None:
         """Checks the width of a head."""
@@ -211,12 +213,6 @@ class TransformerConfig(JsonConfig):
     def recurrent(self) -> bool:
         """Whether the decoder carries a state of fixed size instead of a growing cache."""
         return self.decoder_cell == "ssru"
-
-    @property
-    def may_recur(self) -> bool:
-        """Whether the decoder's self-attention can be replaced by a recurrent cell."""
-        shared = self.positions in ("sinusoidal", "learned")
-        return shared and self.architecture == "encoder-decoder"
 
     @property
     def two_stacks(self) -> bool:

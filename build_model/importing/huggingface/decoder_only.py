@@ -353,9 +353,7 @@ GPT_NEOX: Table = {
     "embed_in.weight": "embedding.weight",
     "layers.#.input_layernorm.*": "decoder.#.self_residual.norm.*",
     "layers.#.post_attention_layernorm.*": "decoder.#.feed_forward_residual.norm.*",
-    "layers.#.attention.query_key_value.*": heads_of_three(
-        *(f"decoder.#.self_attention.{name}.*" for name in ("query", "key", "value"))
-    ),
+    "layers.#.attention.query_key_value.*": heads_of_three("decoder.#", "*"),
     "layers.#.attention.dense.*": "decoder.#.self_attention.output.*",
     "layers.#.mlp.dense_h_to_4h.*": "decoder.#.feed_forward.inner.*",
     "layers.#.mlp.dense_4h_to_h.*": "decoder.#.feed_forward.outer.*",

@@ -14,10 +14,12 @@ from transferry.build_model.importing.huggingface.tables import (
     ACTIVATIONS,
     BUFFER,
     GATES,
+    LAYER,
     Family,
     NoPlace,
     Table,
     flat,
+    modules,
     renamed,
     sizes,
     without_first,
@@ -90,24 +92,15 @@ def marian_positions(config: ModelConfig) -> dict[str, Tensor]:
     return {"positions": torch.from_numpy(table.astype(np.float32))}
 
 
+ATTENTION = "{0}.q_proj {0}.k_proj {0}.v_proj {0}.out_proj {0}_layer_norm"
 LAYERS: Table = {
-    f"{stack}.layers.#.{theirs}": f"{stack}.#.{ours}"
+    theirs: ours
     for stack in ("encoder", "decoder")
-    for theirs, ours in {
-        "self_attn.q_proj.*": "self_attention.query.*",
-        "self_attn.k_proj.*": "self_attention.key.*",
-        "self_attn.v_proj.*": "self_attention.value.*",
-        "self_attn.out_proj.*": "self_attention.output.*",
-        "self_attn_layer_norm.*": "self_residual.norm.*",
-        "encoder_attn.q_proj.*": "cross_attention.query.*",
-        "encoder_attn.k_proj.*": "cross_attention.key.*",
-        "encoder_attn.v_proj.*": "cross_attention.value.*",
-        "encoder_attn.out_proj.*": "cross_attention.output.*",
-        "encoder_attn_layer_norm.*": "cross_residual.norm.*",
-        "fc1.*": "feed_forward.inner.*",
-        "fc2.*": "feed_forward.outer.*",
-        "final_layer_norm.*": "feed_forward_residual.norm.*",
-    }.items()
+    for names, own in (
+        (f"{ATTENTION.format('self_attn')} fc1 fc2 final_layer_norm", LAYER),
+        (ATTENTION.format("encoder_attn"), [name.replace("self", "cross") for name in LAYER]),
+    )
+    for theirs, ours in modules(f"{stack}.layers.#", f"{stack}.#", names, own).items()
 }
 
 EMBEDDINGS: Table = {

@@ -38,6 +38,7 @@ from transferry.build_model.importing.huggingface.tables import (
     first_row_into,
     heads_of_three,
     masked_fields,
+    masked_head,
     modules,
     renamed,
     sizes,
@@ -69,18 +70,12 @@ BERT: Table = {
     # A text is a single segment of type 0, whose vector is added to every position.
     "embeddings.token_type_embeddings.weight": first_row_into("token types", "positions"),
     "embeddings.LayerNorm.*": "embedding_norm.*",
-    "encoder.layer.#.attention.self.query.*": "encoder.#.self_attention.query.*",
-    "encoder.layer.#.attention.self.key.*": "encoder.#.self_attention.key.*",
-    "encoder.layer.#.attention.self.value.*": "encoder.#.self_attention.value.*",
-    "encoder.layer.#.attention.output.dense.*": "encoder.#.self_attention.output.*",
-    "encoder.layer.#.attention.output.LayerNorm.*": "encoder.#.self_residual.norm.*",
-    "encoder.layer.#.intermediate.dense.*": "encoder.#.feed_forward.inner.*",
-    "encoder.layer.#.output.dense.*": "encoder.#.feed_forward.outer.*",
-    "encoder.layer.#.output.LayerNorm.*": "encoder.#.feed_forward_residual.norm.*",
-    "cls.predictions.transform.dense.*": "output_transform.linear.*",
-    "cls.predictions.transform.LayerNorm.*": "output_transform.norm.*",
-    "cls.predictions.decoder.weight": "output.weight",
-    "cls.predictions.decoder.bias": "output_bias",
+    **modules(
+        *("encoder.layer.#", "encoder.#"),
+        "attention.self.query attention.self.key attention.self.value attention.output.dense "
+        "attention.output.LayerNorm intermediate.dense output.dense output.LayerNorm",
+    ),
+    **masked_head("cls.predictions.", "transform.dense", "transform.LayerNorm", "decoder"),
     BERT_HEAD: "output_bias",
     "cls.seq_relationship.*": NoPlace("next-sentence head"),
     "pooler.dense.*": NoPlace("pooler"),
@@ -142,10 +137,7 @@ ROBERTA: Table = {
     "embeddings.token_type_embeddings.weight": first_row_into(
         "token types", "positions", "padding_position"
     ),
-    "lm_head.dense.*": "output_transform.linear.*",
-    "lm_head.layer_norm.*": "output_transform.norm.*",
-    "lm_head.decoder.weight": "output.weight",
-    "lm_head.decoder.bias": "output_bias",
+    **masked_head("lm_head.", "dense", "layer_norm", "decoder"),
     "lm_head.bias": "output_bias",
 }
 
@@ -161,10 +153,7 @@ _mpnet_shape = partial(_roberta_shape, relative_buckets=32, relative_distance=12
 
 MPNET: Table = {
     **{name: place for name, place in ROBERTA.items() if "token_type" not in name},
-    **modules(
-        *("encoder.layer.#.attention.attn", "encoder.#.self_attention"),
-        {"q": "query", "k": "key", "v": "value", "o": "output"},
-    ),
+    **modules("encoder.layer.#.attention.attn", "encoder.#", "q k v o"),
     "encoder.layer.#.attention.LayerNorm.*": "encoder.#.self_residual.norm.*",
     "encoder.relative_attention_bias.weight": "encoder_distance.weight",
 }
@@ -192,21 +181,10 @@ DISTILBERT: Table = {
     "embeddings.LayerNorm.*": "embedding_norm.*",
     **modules(
         *("transformer.layer.#", "encoder.#"),
-        {
-            "attention.q_lin": "self_attention.query",
-            "attention.k_lin": "self_attention.key",
-            "attention.v_lin": "self_attention.value",
-            "attention.out_lin": "self_attention.output",
-            "sa_layer_norm": "self_residual.norm",
-            "ffn.lin1": "feed_forward.inner",
-            "ffn.lin2": "feed_forward.outer",
-            "output_layer_norm": "feed_forward_residual.norm",
-        },
+        "attention.q_lin attention.k_lin attention.v_lin attention.out_lin "
+        "sa_layer_norm ffn.lin1 ffn.lin2 output_layer_norm",
     ),
-    "vocab_transform.*": "output_transform.linear.*",
-    "vocab_layer_norm.*": "output_transform.norm.*",
-    "vocab_projector.weight": "output.weight",
-    "vocab_projector.bias": "output_bias",
+    **masked_head("vocab_", "transform", "layer_norm", "projector"),
 }
 
 
@@ -222,10 +200,7 @@ def _electra_shape(config: Settings, names: set[str]) -> ModelConfig:
 ELECTRA: Table = {
     **BERT,
     "embeddings_project.*": "embedding_projection.*",
-    "generator_predictions.dense.*": "output_transform.linear.*",
-    "generator_predictions.LayerNorm.*": "output_transform.norm.*",
-    "generator_lm_head.weight": "output.weight",
-    "generator_lm_head.bias": "output_bias",
+    **masked_head("generator_", "predictions.dense", "predictions.LayerNorm", "lm_head"),
     "discriminator_predictions.dense.*": NoPlace("discriminator head"),
     "discriminator_predictions.dense_prediction.*": NoPlace("discriminator head"),
 }
@@ -286,13 +261,8 @@ DEBERTA_V2: Table = {
     **{name: place for name, place in BERT.items() if ".self." not in name},
     **modules(
         *("encoder.layer.#.attention.self", "encoder.#.self_attention"),
-        {
-            "query_proj": "query",
-            "key_proj": "key",
-            "value_proj": "value",
-            "pos_key_proj": "position_key",
-            "pos_query_proj": "position_query",
-        },
+        "query_proj key_proj value_proj pos_key_proj pos_query_proj",
+        ("query", "key", "value", "position_key", "position_query"),
     ),
     "embeddings.position_embeddings.weight": Move(("positions",), what="unused positions"),
     "embeddings.token_type_embeddings.weight": replace(
@@ -322,9 +292,7 @@ def _deberta_shape(config: Settings, names: set[str]) -> ModelConfig:
 _OWN, _QUERY = "encoder.layer.#.attention.self", "encoder.#.self_attention"
 DEBERTA: Table = {
     **{name: place for name, place in DEBERTA_V2.items() if not name.startswith(_OWN)},
-    f"{_OWN}.in_proj.weight": heads_of_three(
-        *(f"{_QUERY}.{name}.weight" for name in ("query", "key", "value"))
-    ),
+    f"{_OWN}.in_proj.weight": heads_of_three("encoder.#", "weight"),
     f"{_OWN}.q_bias": f"{_QUERY}.query.bias",
     f"{_OWN}.v_bias": f"{_QUERY}.value.bias",
     f"{_OWN}.pos_proj.weight": f"{_QUERY}.position_key.weight",
@@ -358,22 +326,11 @@ ALBERT: Table = {
         name: every_layer(ours)
         for name, ours in modules(
             *("encoder.albert_layer_groups.#.albert_layers.0", "encoder.@"),
-            {
-                "attention.query": "self_attention.query",
-                "attention.key": "self_attention.key",
-                "attention.value": "self_attention.value",
-                "attention.dense": "self_attention.output",
-                "attention.LayerNorm": "self_residual.norm",
-                "ffn": "feed_forward.inner",
-                "ffn_output": "feed_forward.outer",
-                "full_layer_layer_norm": "feed_forward_residual.norm",
-            },
+            "attention.query attention.key attention.value attention.dense attention.LayerNorm "
+            "ffn ffn_output full_layer_layer_norm",
         ).items()
     },
-    "predictions.dense.*": "output_transform.linear.*",
-    "predictions.LayerNorm.*": "output_transform.norm.*",
-    "predictions.decoder.weight": "output.weight",
-    "predictions.decoder.bias": "output_bias",
+    **masked_head("predictions.", "dense", "LayerNorm", "decoder"),
     "predictions.bias": "output_bias",
     "sop_classifier.classifier.*": NoPlace("sentence order head"),
     "pooler.*": NoPlace("pooler"),

@@ -4,7 +4,7 @@ In a table "#" stands for a layer's number and "*" for weight or bias. A value i
 tensor, a `Move` if the tensor changes, or `NoPlace` if our model has no such tensor.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -117,9 +117,27 @@ class Family:
         return shape
 
 
-def modules(theirs: str, ours: str, names: Mapping[str, str]) -> dict[str, str]:
-    """Rows of the modules of a layer, each with its weight and bias."""
-    return {f"{theirs}.{name}.*": f"{ours}.{own}.*" for name, own in names.items()}
+LAYER = (
+    *(f"self_attention.{name}" for name in ("query", "key", "value", "output")),
+    *("self_residual.norm", "feed_forward.inner", "feed_forward.outer"),
+    "feed_forward_residual.norm",
+)
+
+
+def modules(theirs: str, ours: str, names: str, own: Iterable[str] = LAYER) -> dict[str, str]:
+    """Rows of the modules of a layer by `names` in the order of `own`, with weight and bias."""
+    pairs = zip(names.split(), own, strict=False)
+    return {f"{theirs}.{name}.*": f"{ours}.{each}.*" for name, each in pairs}
+
+
+def masked_head(theirs: str, linear: str, norm: str, output: str) -> dict[str, str]:
+    """Rows of a head for masked tokens, by the names of its modules after `theirs`."""
+    return {
+        f"{theirs}{linear}.*": "output_transform.linear.*",
+        f"{theirs}{norm}.*": "output_transform.norm.*",
+        f"{theirs}{output}.weight": "output.weight",
+        f"{theirs}{output}.bias": "output_bias",
+    }
 
 
 def conv1d(*ours: str) -> Move:
@@ -143,14 +161,14 @@ def parts(sizes: Callable[[ModelConfig], list[int]], *ours: str) -> Move:
     return Move(ours, lambda tensor, config: torch.split(tensor, sizes(config)))
 
 
-def heads_of_three(*ours: str) -> Move:
+def heads_of_three(layer: str, kind: str) -> Move:
     """Queries, keys and values of one head after those of the other, as in GPT-NeoX."""
 
     def change(tensor: Tensor, config: ModelConfig) -> tuple[Tensor, ...]:
         by_head = tensor.reshape(config.heads, 3, config.d_head, *tensor.shape[1:])
         return tuple(each.flatten(0, 1) for each in by_head.unbind(1))
 
-    return Move(ours, change)
+    return Move(tuple(f"{layer}.{name}.{kind}" for name in LAYER[:3]), change)
 
 
 def after_padding(ours: str, padding: str) -> Move:

@@ -96,14 +96,7 @@ class DisentangledConfig(TransformerConfig):
 
     def check(self) -> None:
         super().check()
-        alone, own = self.architecture == "encoder-only", self.disentangled
-        for name in ("disentangled", "convolution"):
-            found = getattr(self, name)
-            require(alone or found is None, name, "none unless encoder-only", "one")
-        if own is not None:
-            fits = self.positions != "rotary" and self.kv_heads == self.heads
-            expected = "none with rotary positions or shared key-value heads"
-            require(fits, "disentangled", expected, "one")
+        if (own := self.disentangled) is not None:
             half, expected = own.span // 2, "0, or above half of the span + 1"
             # Where all distances lie in the inner half, none is in the outer one.
             inner = self.max_positions - 1 <= half

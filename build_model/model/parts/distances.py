@@ -39,10 +39,6 @@ class DistancesConfig(TransformerConfig):
     def looks_at_columns(self) -> bool:
         return bool(self.relative_buckets) or super().looks_at_columns
 
-    @property
-    def may_recur(self) -> bool:
-        return super().may_recur and not self.relative_buckets
-
 
 class Distances(Transformer):
     """A Transformer that adds a number for each distance to the scores."""

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from transferry.build_model.model.norms import make_norm
 from transferry.build_model.model.shape import SizeOrNone, TransformerConfig
 from transferry.build_model.model.transformer import Transformer
-from transferry.runtime.errors import require
 
 
 @dataclass(frozen=True)
@@ -39,12 +38,6 @@ class ProjectedSumConfig(NarrowConfig):
     """
 
     project_sum: bool = False
-
-    def check(self) -> None:
-        super().check()
-        expected = "false unless there is an embedding_width, and one stack"
-        one = bool(self.embedding_width) and self.architecture != "encoder-decoder"
-        require(one or not self.project_sum, "project_sum", expected, "true")
 
     def parts(self) -> tuple[type[Any], ...]:
         own = self.project_sum or self.d_embedding != self.d_model
@@ -106,24 +99,11 @@ class SourceConfig(TransformerConfig):
 
     def check(self) -> None:
         super().check()
-        both = self.two_stacks
-        for name in ("source_vocabulary_size", "encoder_heads", "encoder_d_ff"):
-            value = getattr(self, name)
-            require(both or not value, name, "0 unless there are two stacks", value)
-        expected = "false unless there are two stacks with learned positions"
-        learned = both and self.positions == "learned"
-        require(learned or not self.separate_positions, "separate_positions", expected, "true")
-        expected = "0 where positions are rotary, whose angles all layers share"
-        require(self.positions != "rotary" or not self.encoder_heads, "encoder_heads", expected, 1)
         self.encoder_config()
 
     def parts(self) -> tuple[type[Any], ...]:
         own = self.source_vocabulary_size or self.separate_positions
         return (*super().parts(), OwnSource) if own else super().parts()
-
-    @property
-    def may_recur(self) -> bool:
-        return super().may_recur and not self.separate_positions
 
     @property
     def source_vocabulary(self) -> int:

@@ -71,28 +71,14 @@ class HeadConfig(TransformerConfig):
 
     def check(self) -> None:
         super().check()
-        alone, layers = self.architecture == "encoder-only", len(self.head_widths)
-        for name in ("pooling", "head_widths"):
-            value = getattr(self, name)
-            require(alone or not value, name, "none unless encoder-only", value)
-        for name in ("head_activations", "head_biases"):
-            given = len(getattr(self, name))
-            require(given == layers, name, f"one for each of {layers} layers of the head", given)
-        expected = "false unless the head has a linear layer"
-        require(bool(layers) or not self.head_norm, "head_norm", expected, "true")
         expected = "false unless the model has a head"
         require(self.has_head or not self.unit_length, "unit_length", expected, "true")
         # Masks that are to be filled are seen, and in a window there may be nothing else.
-        fits = alone and not self.has_logits and self.unseen_token < self.source_vocabulary
-        expected = "-1 unless an id of an encoder-only model without logits"
+        fits = not self.has_logits and self.unseen_token < self.source_vocabulary
+        expected = "-1 unless an id of a model without logits"
         require(fits or self.unseen_token < 0, "unseen_token", expected, self.unseen_token)
-        expected = "false unless the head has a linear layer and one pooling"
-        late = bool(layers) and len(self.pooling) == 1
-        require(late or not self.late_pooling, "late_pooling", expected, "true")
-        if any(kind.startswith("splade") for kind in self.pooling):
-            alone = len(self.pooling) == 1 and not layers and not self.unit_length
-            expected = "one of splade's, without layers or unit_length, and logits"
-            require(alone and self.has_logits, "pooling", expected, self.pooling)
+        fits, expected = not self.weighs_tokens or self.has_logits, "another kind without logits"
+        require(fits, "pooling", expected, self.pooling)
 
     def parts(self) -> tuple[type[Any], ...]:
         part = WithTokenWeights if self.weighs_tokens else WithHead

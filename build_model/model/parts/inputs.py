@@ -32,13 +32,6 @@ class InputsConfig(TransformerConfig):
 
     def check(self) -> None:
         super().check()
-        alone = self.architecture == "encoder-only"
-        require(alone or not self.segments, "segments", "none unless encoder-only", self.segments)
-        expected = f"an id below {self.vocabulary_size}"
-        require(self.segment_end < self.vocabulary_size, "segment_end", expected, self.segment_end)
-        fits = self.positions == "learned" and bool(self.encoder_layers)
-        expected = "-1 without an encoder that learned its positions"
-        require(fits or self.padding_token < 0, "padding_token", expected, self.padding_token)
         expected = f"an id below {self.source_vocabulary}"
         fits = self.padding_token < self.source_vocabulary
         require(fits, "padding_token", expected, self.padding_token)

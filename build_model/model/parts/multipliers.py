@@ -10,7 +10,6 @@ from torch import Tensor
 from transferry.build_model.model.layers import Residual
 from transferry.build_model.model.shape import LATER, TransformerConfig
 from transferry.build_model.model.transformer import Transformer
-from transferry.runtime.errors import require
 
 Factor = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
 
@@ -28,12 +27,6 @@ class MultipliersConfig(TransformerConfig):
     embedding_multiplier: Factor = field(default=1.0, metadata=LATER)
     residual_multiplier: Factor = field(default=1.0, metadata=LATER)
     logit_divisor: Factor = field(default=1.0, metadata=LATER)
-
-    def check(self) -> None:
-        super().check()
-        expected = "1 where norm_order is post, which normalises the sum"
-        fits = self.norm_order != "post" or self.residual_multiplier == 1.0
-        require(fits, "residual_multiplier", expected, self.residual_multiplier)
 
     def parts(self) -> tuple[type[Any], ...]:
         whole = self.embedding_multiplier != 1.0 or self.logit_divisor != 1.0

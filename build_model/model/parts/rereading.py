@@ -31,10 +31,6 @@ class RereadingConfig(DistancesConfig):
 
     def check(self) -> None:
         super().check()
-        fits = self.architecture == "encoder-only" and self.positions != "rotary"
-        expected = "0 unless encoder-only, with other positions than rotary"
-        found = self.rereading_layers
-        require(fits or not found, "rereading_layers", expected, found)
         expected, begin = f"an id below {self.vocabulary_size}", self.rereading_begin
         require(begin < self.vocabulary_size, "rereading_begin", expected, begin)
 

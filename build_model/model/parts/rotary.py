@@ -10,7 +10,6 @@ from transferry.build_model.model.attention import Rotation
 from transferry.build_model.model.layers import rotary_angles, rotary_rates
 from transferry.build_model.model.parts.windows import WindowsConfig
 from transferry.build_model.model.transformer import Stack, Transformer
-from transferry.runtime.errors import require
 from transferry.runtime.settings import Whole
 
 Turn = Annotated[float, msgspec.Meta(ge=0, le=1000)]
@@ -32,19 +31,6 @@ class RotaryConfig(WindowsConfig):
     rotary_scale: Annotated[float, msgspec.Meta(gt=0, le=1000)] = 1.0
     window_rotary_rates: tuple[Turn, ...] = ()
     unrotated: tuple[Whole, ...] = ()
-
-    def check(self) -> None:
-        super().check()
-        layers, pairs = self.encoder_layers + self.decoder_layers, self.d_head // 2
-        both, given = self.architecture == "encoder-decoder", len(self.unrotated)
-        require(not (both and given), "unrotated", "empty where there are two stacks", given)
-        last = max(self.unrotated, default=0)
-        require(last < max(1, layers), "unrotated", f"layers below {layers}", last)
-        for name in ("rotary_rates", "window_rotary_rates"):
-            given = len(getattr(self, name))
-            rotary = self.positions == "rotary"
-            require(rotary or not given, name, "empty where positions are not rotary", given)
-            require(given <= pairs, name, f"at most {pairs}, the pairs of a head", given)
 
     def parts(self) -> tuple[type[Any], ...]:
         own = self.rotary_rates or self.window_rotary_rates or self.unrotated

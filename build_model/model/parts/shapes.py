@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from transferry.build_model.model.layers import Layer
 from transferry.build_model.model.norms import RMSNorm
 from transferry.build_model.model.shape import Activation, SizeOrNone, TransformerConfig
-from transferry.runtime.errors import require
 
 Cap = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 
@@ -35,11 +34,6 @@ class ShapesConfig(TransformerConfig):
     norm_bias: bool | None = None
     norm_offset: bool = False
     final_norm: bool = True
-
-    def check(self) -> None:
-        super().check()
-        expected = "false unless the norm is rms, which has no bias to offset with"
-        require(self.norm == "rms" or not self.norm_offset, "norm_offset", expected, "true")
 
     def check_width(self) -> None:
         if self.head_width:
@@ -86,17 +80,8 @@ class ParallelConfig(TransformerConfig):
 
     parallel: bool = False
 
-    def check(self) -> None:
-        super().check()
-        expected = "false where norm_order is post, which normalises one sum after the other"
-        require(self.norm_order != "post" or not self.parallel, "parallel", expected, "true")
-
     def parts(self) -> tuple[type[Any], ...]:
         return (*super().parts(), ParallelLayer) if self.parallel else super().parts()
-
-    @property
-    def may_recur(self) -> bool:
-        return super().may_recur and not self.parallel
 
 
 class ParallelLayer(Layer):
@@ -141,11 +126,6 @@ class OutputsConfig(TransformerConfig):
     output_activation: Activation | None = None
     output_transform_bias: bool | None = None
     lm_head: bool = True
-
-    def check(self) -> None:
-        super().check()
-        alone = self.architecture == "encoder-only"
-        require(alone or self.lm_head, "lm_head", "true unless encoder-only", "false")
 
     @property
     def has_first_norm(self) -> bool:

@@ -10,7 +10,6 @@ from torch import Tensor
 from transferry.build_model.model.attention import Places, causal_bias
 from transferry.build_model.model.shape import LATER, TransformerConfig
 from transferry.build_model.model.transformer import Stack, Transformer
-from transferry.runtime.errors import require
 from transferry.runtime.settings import Whole
 
 
@@ -25,14 +24,6 @@ class WindowsConfig(TransformerConfig):
     """
 
     windows: tuple[Whole, ...] = ()
-
-    def check(self) -> None:
-        super().check()
-        given, layers = len(self.windows), self.encoder_layers + self.decoder_layers
-        both = self.architecture == "encoder-decoder"
-        require(not (both and given), "windows", "empty where there are two stacks", given)
-        expected = f"one for each of {layers} layers, or empty"
-        require(given in (0, layers), "windows", expected, given)
 
     def parts(self) -> tuple[type[Any], ...]:
         return (*super().parts(), Windows) if any(self.windows) else super().parts()
@@ -88,11 +79,6 @@ class CausalConfig(TransformerConfig):
     """
 
     causal: bool = field(default=False, metadata=LATER)
-
-    def check(self) -> None:
-        super().check()
-        alone = self.architecture == "encoder-only"
-        require(alone or not self.causal, "causal", "none unless encoder-only", self.causal)
 
     def parts(self) -> tuple[type[Any], ...]:
         return (*super().parts(), CausalEncoder) if self.causal else super().parts()

@@ -13,6 +13,7 @@ from transferry.build_model.importing.huggingface.tables import (
     Move,
     Table,
     head_width,
+    modules,
     sizes,
 )
 from transferry.build_model.model.config import ModelConfig
@@ -116,10 +117,7 @@ def windows(
 LLAMA: Table = {
     "embed_tokens.weight": "embedding.weight",
     "layers.#.input_layernorm.weight": "decoder.#.self_residual.norm.weight",
-    "layers.#.self_attn.q_proj.*": "decoder.#.self_attention.query.*",
-    "layers.#.self_attn.k_proj.*": "decoder.#.self_attention.key.*",
-    "layers.#.self_attn.v_proj.*": "decoder.#.self_attention.value.*",
-    "layers.#.self_attn.o_proj.*": "decoder.#.self_attention.output.*",
+    **modules("layers.#.self_attn", "decoder.#", "q_proj k_proj v_proj o_proj"),
     "layers.#.self_attn.q_norm.weight": "decoder.#.self_attention.query_norm.weight",
     "layers.#.self_attn.k_norm.weight": "decoder.#.self_attention.key_norm.weight",
     "layers.#.post_attention_layernorm.weight": "decoder.#.feed_forward_residual.norm.weight",

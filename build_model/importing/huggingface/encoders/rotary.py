@@ -24,6 +24,7 @@ from transferry.build_model.importing.huggingface.tables import (
     head_width,
     layer_types,
     masked_fields,
+    masked_head,
     parts,
     renamed,
     sizes,
@@ -106,10 +107,7 @@ MODERNBERT: Table = {
     ),
     "layers.#.mlp.Wo.*": "encoder.#.feed_forward.outer.*",
     "final_norm.*": "encoder_norm.*",
-    "head.dense.*": "output_transform.linear.*",
-    "head.norm.*": "output_transform.norm.*",
-    "decoder.weight": "output.weight",
-    "decoder.bias": "output_bias",
+    **masked_head("", "head.dense", "head.norm", "decoder"),
 }
 
 # --- NomicBERT, GTE, jina-embeddings-v3 -----------------------------------------------------------
@@ -225,19 +223,19 @@ POST_NORM: Table = {
         f"{stack}.#.{theirs}.*": f"encoder.#.{ours}.*"
         for stack in ("layers", "encoder.layers", "encoder.layer")
         for ours, names in {
-            "self_attention.query": ("self_attn.q_proj",),
-            "self_attention.key": ("self_attn.k_proj",),
-            "self_attention.value": ("self_attn.v_proj",),
+            "self_attention.query": "self_attn.q_proj",
+            "self_attention.key": "self_attn.k_proj",
+            "self_attention.value": "self_attn.v_proj",
             "self_attention.output": (
-                *("self_attn.o_proj", "attn.out_proj", "attention.o_proj", "mixer.out_proj"),
+                "self_attn.o_proj attn.out_proj attention.o_proj mixer.out_proj"
             ),
-            "self_residual.norm": ("post_attention_layernorm", "norm1", "attn_ln"),
-            "feed_forward_residual.norm": ("post_mlp_layernorm", "norm2", "mlp_ln"),
-            "feed_forward.inner": ("mlp.up_proj", "mlp.fc11", "mlp.fc1"),
-            "feed_forward.gate": ("mlp.gate_proj", "mlp.fc12"),
-            "feed_forward.outer": ("mlp.down_proj", "mlp.fc2"),
+            "self_residual.norm": "post_attention_layernorm norm1 attn_ln",
+            "feed_forward_residual.norm": "post_mlp_layernorm norm2 mlp_ln",
+            "feed_forward.inner": "mlp.up_proj mlp.fc11 mlp.fc1",
+            "feed_forward.gate": "mlp.gate_proj mlp.fc12",
+            "feed_forward.outer": "mlp.down_proj mlp.fc2",
         }.items()
-        for theirs in names
+        for theirs in names.split()
     },
     "encoder.layers.#.attn.Wqkv.*": QKV,
     "encoder.layers.#.mixer.Wqkv.*": QKV,
@@ -246,20 +244,10 @@ POST_NORM: Table = {
         lambda config: [config.d_ff] * 2,
         *(f"encoder.#.feed_forward.{name}.*" for name in ("inner", "gate")),
     ),
-    "cls.predictions.transform.dense.*": "output_transform.linear.*",
-    "cls.predictions.transform.layer_norm.*": "output_transform.norm.*",
-    "lm_head.dense.*": "output_transform.linear.*",
-    "lm_head.norm.*": "output_transform.norm.*",
+    **masked_head("cls.predictions.", "transform.dense", "transform.layer_norm", "decoder"),
+    **masked_head("lm_head.", "dense", "norm", "decoder"),
     "lm_head.layer_norm.*": "output_transform.norm.*",
-    **{
-        f"{name}.{theirs}": ours
-        for name in ("cls.predictions", "lm_head")
-        for theirs, ours in {
-            "decoder.weight": "output.weight",
-            "decoder.bias": "output_bias",
-            "bias": "output_bias",
-        }.items()
-    },
+    **dict.fromkeys(("cls.predictions.bias", "lm_head.bias"), "output_bias"),
     "pooler.dense.*": NoPlace("pooler"),
 }
 
