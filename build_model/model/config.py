@@ -3,25 +3,27 @@
 from dataclasses import dataclass
 
 from transferry.build_model.model.parts.disentangled import DisentangledConfig
-from transferry.build_model.model.parts.distances import DistancesConfig
+from transferry.build_model.model.parts.distances import DistancesConfig, RereadingConfig
 from transferry.build_model.model.parts.embeddings import (
+    InputsConfig,
     NarrowConfig,
     ProjectedSumConfig,
     SourceConfig,
 )
 from transferry.build_model.model.parts.heads import HeadConfig
-from transferry.build_model.model.parts.inputs import InputsConfig
-from transferry.build_model.model.parts.multipliers import MultipliersConfig
-from transferry.build_model.model.parts.rereading import RereadingConfig
-from transferry.build_model.model.parts.rotary import RotaryConfig
 from transferry.build_model.model.parts.scores import QueryKeyNormConfig, SoftcapConfig
 from transferry.build_model.model.parts.shapes import (
     DivisorConfig,
+    MultipliersConfig,
     OutputsConfig,
     ParallelConfig,
     ShapesConfig,
 )
-from transferry.build_model.model.parts.windows import CausalConfig, WindowsConfig
+from transferry.build_model.model.parts.windows import (
+    CausalConfig,
+    RotaryConfig,
+    WindowsConfig,
+)
 
 
 @dataclass(frozen=True)

@@ -98,12 +98,7 @@ Made = TypeVar("Made")
 def read_pairs(
     source: Path, target: Path, *, skip_bad: bool = False
 ) -> tuple[list[SentencePair], ReadReport]:
-    """Reads two files of lines, each line the translation of the other file's.
-
-    Args:
-        source: File of texts, plain or gzip.
-        target: File of their translations.
-        skip_bad: Drop and count unusable pairs instead of raising at the first.
+    """Reads two files of lines, plain or gzip, each line the translation of the other file's.
 
     Raises:
         InputError: The files have different numbers of lines, or no pair remains.
@@ -121,10 +116,6 @@ def read_pair_file(path: Path, *, skip_bad: bool = False) -> tuple[list[Sentence
     """Reads one file of pairs, TSV or JSON lines by its suffix, plain or gzip.
 
     `.tsv`: source, tab, target. `.jsonl`: `{"source": "...", "target": "..."}`.
-
-    Args:
-        path: The file.
-        skip_bad: Drop and count unusable pairs instead of raising at the first.
 
     Raises:
         InputError: The suffix is another, or no pair remains.
@@ -153,13 +144,7 @@ def read_pair_file(path: Path, *, skip_bad: bool = False) -> tuple[list[Sentence
 def encode_pairs(
     pairs: Iterable[SentencePair], tokenizer: Tokenizer, max_tokens: int, *, skip_bad: bool = False
 ) -> tuple[list[Example], ReadReport]:
-    """Encodes pairs as token ids.
-
-    Args:
-        pairs: The texts.
-        tokenizer: Tokenizer of both sides.
-        max_tokens: Limit for the tokens of a side, the end token included.
-        skip_bad: Drop and count pairs that are too long instead of raising at the first.
+    """Encodes pairs as at most `max_tokens` ids a side, the end token included.
 
     Raises:
         InputError: No pair remains.
@@ -185,16 +170,9 @@ def encode_pairs(
 def token_batches(
     examples: Sequence[Example], max_tokens: int, *, seed: int, epoch: int
 ) -> list[list[int]]:
-    """Groups examples of similar length into batches, in random order.
+    """Groups indices of examples of similar length, in an order that seed and epoch determine.
 
-    Args:
-        examples: The examples.
-        max_tokens: Limit for rows times longest side, padding included.
-        seed: With `epoch`, determines the batches.
-        epoch: Number of the pass over the data.
-
-    Returns:
-        Indices into `examples`, each exactly once.
+    Rows times longest side, padding included, are at most `max_tokens`.
 
     Raises:
         UsageError: A single example exceeds `max_tokens`.
@@ -331,21 +309,10 @@ def read_text(path: Path) -> str:
 
 
 class Windows(Sequence[Example]):
-    """A text in windows of `context` tokens, to predict each token from those before it.
-
-    Windows are adjacent; each epoch starts at another offset.
-    """
+    """A text in adjacent windows of `context` tokens, to predict each from those before it."""
 
     def __init__(self, tokens: Sequence[int] | NDArray[np.int64], context: int) -> None:
-        """Cuts the text from its first token on.
-
-        Args:
-            tokens: Ids of the whole text `[tokens]`.
-            context: Number of tokens that the model reads at once.
-
-        Raises:
-            InputError: The text has fewer than two tokens.
-        """
+        """Takes the ids of the whole text `[tokens]`; raises InputError for fewer than two."""
         self.text = self.tokens = np.asarray(tokens, np.int64)
         self.context = context
         self.key = (0, 0)
@@ -390,13 +357,7 @@ class MaskedWindows(Windows):
         special: SpecialTokens,
         ordinary: range,
     ) -> None:
-        """Cuts the text.
-
-        Args:
-            tokens: Ids of the whole text `[tokens]`.
-            context: Number of tokens that the model reads at once, special tokens included.
-            special: Special tokens with a mask.
-            ordinary: Ids that may replace a token.
+        """Takes `ordinary` ids, which may replace a token; `context` counts special tokens.
 
         Raises:
             InputError: The text has fewer than two tokens, or there is no mask.

@@ -29,9 +29,6 @@ class Process:
     def start(cls, device: str) -> Self:
         """Joins the group of torchrun's environment variables, if there is one.
 
-        Args:
-            device: "cpu", "cuda", or "auto" for CUDA if available.
-
         Raises:
             ProviderError: CUDA is requested and torch cannot use it.
         """

@@ -56,11 +56,8 @@ class Evaluation:
 def cross_entropy(logits: Tensor, target: Tensor, pad_id: int, smoothing: float = 0.0) -> Tensor:
     """Cross-entropy in nats, summed over all tokens except padding.
 
-    Args:
-        logits: `[batch, target, vocabulary]`
-        target: `[batch, target]` int64
-        pad_id: Id of padding.
-        smoothing: Label smoothing (Vaswani et al. 2017, section 5.4).
+    Logits `[batch, target, vocabulary]`, target `[batch, target]` int64, label smoothing as in
+    Vaswani et al. (2017), section 5.4.
     """
     return F.cross_entropy(
         logits.float().flatten(0, 1),
@@ -74,13 +71,8 @@ def cross_entropy(logits: Tensor, target: Tensor, pad_id: int, smoothing: float 
 def divergence(first: Tensor, second: Tensor, target: Tensor, pad_id: int) -> Tensor:
     """Mean of both Kullback-Leibler divergences in nats, summed over all tokens except padding.
 
-    (KL(P1 || P2) + KL(P2 || P1)) / 2, eq. 2 of R-Drop (Wu et al. 2021).
-
-    Args:
-        first: Logits of P1 `[batch, target, vocabulary]`.
-        second: Logits of P2, likewise.
-        target: `[batch, target]` int64
-        pad_id: Id of padding.
+    (KL(P1 || P2) + KL(P2 || P1)) / 2, eq. 2 of R-Drop (Wu et al. 2021), of logits `[batch, target,
+    vocabulary]` and a target `[batch, target]` int64.
     """
     one, other = (F.log_softmax(logits.float(), dim=-1) for logits in (first, second))
     apart = ((one.exp() - other.exp()) * (one - other)).sum(dim=-1)

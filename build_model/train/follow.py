@@ -44,14 +44,7 @@ BUILTIN = ("train", "valid")
 
 @dataclass(frozen=True)
 class Learned:
-    """Text of a recipe, prepared for training.
-
-    Attributes:
-        tokenizer: Made from the text; when resuming, the checkpoint's own.
-        examples: Training examples.
-        validation: Validation examples.
-        samples: Texts kept with the checkpoint, whose answers export records in the bundle.
-    """
+    """Text of a recipe, prepared for training; export records the answers to its samples."""
 
     tokenizer: Tokenizer
     examples: Sequence[Example]
@@ -69,16 +62,9 @@ def follow(
     show: Callable[..., None] | None = None,
     begun: Callable[[], None] = lambda: None,
 ) -> Evaluation | None:
-    """Trains into `folder`; returns and raises as `Trainer.run`.
+    """Trains into `folder`, or continues the training there; see `Trainer.run`.
 
-    Args:
-        recipe: The model, its data and its settings.
-        folder: Folder of the checkpoint; when resuming, that of the training to continue.
-        device: "cpu", "cuda" or "auto".
-        resume: Continue the training in `folder`.
-        say: Receives lines about data, vocabulary and model, and each validation.
-        show: See `Trainer.run`.
-        begun: See `Trainer.run`.
+    `say` receives lines about data, vocabulary and model, and each validation.
     """
     process = Process.start(device)
     try:

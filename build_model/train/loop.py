@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -55,13 +54,9 @@ from transferry.runtime.tokenizer.byte_pair import Tokenizer
 REPORT_EVERY = 50  # steps between training losses in metrics.jsonl, besides the first
 
 
-def _silent(*told: Any) -> None:
-    """Shows nothing."""
-
-
 @dataclass
 class TrainerState:
-    """TrainerState of a training, saved with the weights.
+    """Progress of a training, saved with the weights.
 
     Attributes:
         step: Optimiser steps done.
@@ -115,8 +110,8 @@ class Trainer:
         self.progress = TrainerState()
         self.fingerprint = fingerprint([*examples, *validation.examples])
         self.interrupted = False
-        self._say: Callable[[str], None] = _silent
-        self._show: Callable[..., None] = _silent
+        self._say: Callable[[str], None] = lambda line: None
+        self._show: Callable[..., None] = lambda *state: None
         self._train_loss = ""
         require_fitting(model_config, config)
         self.longest = min(model_config.max_positions, config.batch_tokens)
@@ -164,7 +159,7 @@ class Trainer:
         """
         leader = self.process.rank == 0
         if leader:
-            self._say, self._show = say or _silent, show or _silent
+            self._say, self._show = say or self._say, show or self._show
         if resume:
             self._restore()
             self._say(self._resumed())

@@ -40,14 +40,8 @@ class TrainingRecipe:
             corpus, written into the checkpoint.
         valid: Validation text. None holds out a part of the training text, or is the built-in
             corpus.
-        preset: Shape and settings to start from.
-        model_changes: Fields of TransformerConfig that differ from the preset.
-        train_changes: Fields of TrainConfig that differ from the preset.
-        vocabulary_size: Size of the vocabulary to train; None is the preset's.
-        encoding: A tiktoken encoding to cut down to the text instead of training a vocabulary.
-        tokenizer: A tokenizer to use instead of training a vocabulary, unless one of the two
-            options above is given.
-        skip_bad: Drop and count unusable pairs instead of refusing the file.
+        tokenizer: A tokenizer to use instead of training a vocabulary, unless vocabulary_size or
+            encoding is given.
     """
 
     train: PairFiles | Path | None

@@ -38,11 +38,7 @@ def train_bpe(
 ) -> Tokenizer:
     """Trains byte-level BPE (Sennrich et al. 2016, over bytes as in GPT-2).
 
-    Args:
-        lines: The corpus; for translation, both languages.
-        vocabulary_size: Number of ids, special ones included. A small corpus gives fewer, as
-            merges need a pair of tokens that occurs twice.
-        special: Special ids, the first ones.
+    A small corpus gives fewer ids, as merges need a pair of tokens that occurs twice.
 
     Raises:
         UsageError: The size is too small for the special ids and the 256 single bytes.

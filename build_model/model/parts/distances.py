@@ -1,4 +1,7 @@
-"""Biases of relative distances, and the scaled output, of T5 and MPNet."""
+"""Biases of relative distances, the scaled output, and a second stack over the same text.
+
+The parts of T5 and MPNet, and of the classifiers of BART.
+"""
 
 import math
 from dataclasses import dataclass, field
@@ -8,9 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from transferry.build_model.model.attention import Places
+from transferry.build_model.model.attention import Places, causal_bias, padding_bias
+from transferry.build_model.model.layers import Layer
+from transferry.build_model.model.norms import make_norm
 from transferry.build_model.model.shape import LATER, Size, SizeOrNone, TransformerConfig
 from transferry.build_model.model.transformer import Stack, Transformer
+from transferry.runtime.errors import require
+from transferry.runtime.settings import Whole
 
 
 @dataclass(frozen=True)
@@ -31,9 +38,8 @@ class DistancesConfig(TransformerConfig):
     scale_output: bool = False
 
     def parts(self) -> tuple[type[Any], ...]:
-        kind = DistancesByLayer if self.relative_by_layer else Distances
-        distances = (kind,) if self.relative_buckets else ()
-        return (*super().parts(), *distances, *((ScaledOutput,) if self.scale_output else ()))
+        own = (Distances,) if self.relative_buckets else ()
+        return (*super().parts(), *own, *((ScaledOutput,) if self.scale_output else ()))
 
     @property
     def looks_at_columns(self) -> bool:
@@ -47,40 +53,21 @@ class Distances(Transformer):
 
     def build(self) -> None:
         super().build()
-        config = self.config
-        if config.encoder_layers:
-            self.encoder_distance = RelativeBias(config.encoder_config(), both_ways=True)
+        config, layers = self.config, self.config.encoder_layers
+        if layers:
+            own = config.encoder_config()
+            self.encoder_distance = distances(own, layers, both_ways=True)
         if config.decoder_layers:
-            self.decoder_distance = RelativeBias(config, both_ways=False)
+            self.decoder_distance = distances(config, config.decoder_layers, both_ways=False)
 
     def biases(self, stack: Stack, bias: Tensor, places: Places) -> list[Tensor]:
-        relative = self.get_submodule(f"{stack}_distance")
-        bias = bias + relative(-places.distance)
-        return super().biases(stack, bias, places)
-
-
-class DistancesByLayer(Transformer):
-    """A Transformer whose layers add numbers of their own (Chung et al. 2023, UniMax)."""
-
-    config: DistancesConfig
-
-    def build(self) -> None:
-        super().build()
-        config = self.config
-        self.encoder_distance = nn.ModuleList(
-            RelativeBias(config.encoder_config(), both_ways=True)
-            for _ in range(config.encoder_layers)
-        )
-        self.decoder_distance = nn.ModuleList(
-            RelativeBias(config, both_ways=False) for _ in range(config.decoder_layers)
-        )
-
-    def biases(self, stack: Stack, bias: Tensor, places: Places) -> list[Tensor]:
-        found, distance = super().biases(stack, bias, places), -places.distance
-        layers = self.get_submodule(f"{stack}_distance")
+        numbers, distance = self.get_submodule(f"{stack}_distance"), -places.distance
+        if isinstance(numbers, RelativeBias):
+            return super().biases(stack, bias + numbers(distance), places)
+        found = super().biases(stack, bias, places)
         return [
             each + relative(distance)
-            for each, relative in zip(found, layers, strict=True)  # type: ignore[call-overload]
+            for each, relative in zip(found, numbers, strict=True)  # type: ignore[call-overload]
         ]
 
 
@@ -138,3 +125,66 @@ class RelativeBias(nn.Module):
         place = distance.clamp(-self.longest, self.longest) + self.longest
         bucket = F.embedding(place, self.buckets).squeeze(-1)
         return F.embedding(bucket, self.weight).movedim(-1, -3)
+
+
+def distances(config: DistancesConfig, layers: int, *, both_ways: bool) -> nn.Module:
+    """Numbers that all layers of a stack add, or of each layer (Chung et al. 2023, UniMax)."""
+    count = layers if config.relative_by_layer else 1
+    each = nn.ModuleList(RelativeBias(config, both_ways=both_ways) for _ in range(count))
+    return each if config.relative_by_layer else each[0]
+
+
+@dataclass(frozen=True)
+class RereadingConfig(DistancesConfig):
+    """A second stack.
+
+    Attributes:
+        rereading_layers: Decoder layers of an encoder-only model that read the text again, shifted
+            right by one token, and attend to the encoder's output (Lewis et al. 2020, section 3.1).
+        rereading_begin: Token id before the shifted text.
+    """
+
+    rereading_layers: SizeOrNone = field(default=0, metadata=LATER)
+    rereading_begin: Whole = field(default=0, metadata=LATER)
+
+    def check(self) -> None:
+        super().check()
+        expected, begin = f"an id below {self.vocabulary_size}", self.rereading_begin
+        require(begin < self.vocabulary_size, "rereading_begin", expected, begin)
+
+    def parts(self) -> tuple[type[Any], ...]:
+        return (*super().parts(), Rereading) if self.rereading_layers else super().parts()
+
+    @property
+    def two_stacks(self) -> bool:
+        return bool(self.rereading_layers) or super().two_stacks
+
+
+class Rereading(Transformer):
+    """An encoder followed by a decoder that reads the same text."""
+
+    config: RereadingConfig
+
+    def build(self) -> None:
+        super().build()
+        config = self.config
+        self.rereading = nn.ModuleList(
+            Layer(config, number, cross=True) for number in range(config.rereading_layers)
+        )
+        self.rereading_norm = make_norm(config) if config.has_final_norm else None
+        if config.relative_buckets:
+            self.rereading_distance = distances(config, config.rereading_layers, both_ways=False)
+
+    def encode(self, source: Tensor, source_mask: Tensor) -> Tensor:
+        """See `Transformer.encode`; returns the second stack's output."""
+        encoded = super().encode(source, source_mask)
+        begin = torch.full_like(source[:, :1], self.config.rereading_begin)
+        positions = torch.arange(source.shape[1], device=source.device)
+        x = self.embed(torch.cat([begin, source[:, :-1]], dim=1), positions)
+        padding = padding_bias(source_mask, x.dtype)
+        bias = padding + causal_bias(0, source.shape[1], x.dtype, source.device)
+        biases = self.biases("rereading", bias, Places(positions, positions))
+        for layer, bias in zip(self.rereading, biases, strict=True):
+            cross = layer.cross_attention.project(encoded)  # type: ignore[union-attr, operator]
+            x, _ = layer(x, bias, cross=cross, cross_bias=padding)
+        return x if self.rereading_norm is None else self.rereading_norm(x)

@@ -195,7 +195,7 @@ def test_jobs_write_sparse_columns(made: Made, tmp_path: Path) -> None:
     [
         ("ForMaskedLM", {"pooling_strategy": "mean"}, 'pooling_strategy is "mean"'),
         ("ForMaskedLM", {"activation_function": "gelu"}, 'activation_function is "gelu"'),
-        ("Model", {}, "one of splade's, without layers or unit_length, and logits"),
+        ("Model", {}, "another kind without logits"),
     ],
 )
 def test_folders_that_do_not_fit_are_refused(
