@@ -50,11 +50,8 @@ class Checkpoint:
     Attributes:
         model: The model in eval mode, float32, on the CPU.
         config: Training settings; None if the checkpoint was imported.
-        tokenizer: Its tokenizer.
         generation: Fields of GenerationOptions that become the bundle's defaults.
         sha256: Hash of the weights file; empty if the model was not read from a file.
-        head: Purpose of the head of an encoder-only model; None if it has none.
-        card: Name, licence and origin of the model.
     """
 
     model: Transformer

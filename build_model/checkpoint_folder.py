@@ -55,12 +55,7 @@ def leader() -> bool:
 
 
 def check_folder(out: Path, *, force: bool, resumable: bool = False) -> bool:
-    """Returns whether a folder holds a checkpoint to be replaced.
-
-    Args:
-        out: The folder, which need not exist.
-        force: Replace a checkpoint.
-        resumable: The command has --resume.
+    """Returns whether a folder, which need not exist, holds a checkpoint to be replaced.
 
     Raises:
         UsageError: The folder is not empty and `force` is off, or it holds something else.
@@ -137,14 +132,8 @@ def training(
     """Makes an empty folder for a checkpoint; when resuming, uses the folder as it is.
 
     A replaced checkpoint is kept until the new training can be resumed. After an earlier error it
-    comes back, or the folder is removed, so that a second attempt needs no --force.
-
-    Args:
-        out: The folder.
-        force: Replace a checkpoint.
-        resume: Continue the training in the folder.
-        leads: Whether this process looks after the folder; one of several does.
-        command: The command, for the message that tells how to continue.
+    comes back, or the folder is removed, so that a second attempt needs no --force. Of several
+    processes, the one that `leads` looks after the folder.
 
     Raises:
         UsageError: The folder is not empty and `force` is off, or it holds something else.
@@ -255,11 +244,7 @@ def recall(
 ) -> dict[str, Any]:
     """Returns the options for continuing a training: the stored ones, except those that may change.
 
-    Args:
-        out: The checkpoint.
-        options: All options of the resuming command.
-        given: Those of them that the user gave.
-        command: The resuming command.
+    `options` are all of the resuming command, `given` those that the user gave.
 
     Raises:
         UsageError: A given option would change the training, or another command made it.

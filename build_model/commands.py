@@ -54,14 +54,7 @@ def training_options(
     vocabulary: str = "preset",
     leave_out: Sequence[str] = (),
 ) -> Callable[[Command], Command]:
-    """Adds the options of a training, besides those of its data.
-
-    Args:
-        preset: The default preset.
-        presets: Presets to choose from.
-        vocabulary: Default of the vocabulary, as --help shows it.
-        leave_out: Fields of TransformerConfig that get no option.
-    """
+    """Adds the options of a training, besides those of its data."""
     return together(
         option(
             "--preset",

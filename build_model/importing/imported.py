@@ -21,15 +21,9 @@ class Imported:
 
     Attributes:
         kind: Its model_type.
-        config: Shape of our model.
-        weights: Its weights, to be written, and the parts left out.
-        tokenizer: Its tokenizer.
         generation: Fields of GenerationOptions that become the bundle's defaults.
         ignored: Settings of `generate` that do not, with value and reason.
-        notes: Further notes for the user, a line each.
         unused: Lines on the settings without effect.
-        head: Task, labels and prompts of the head of an encoder-only model; None without one.
-        card: Name, licence and origin of the model.
         in_force: Settings of the tokenizer in transformers, some without effect here.
     """
 
@@ -57,12 +51,9 @@ class Imported:
             told = (f"{name.replace('_', ' ')} {text}" for name, text in known.items())
             lines.append(f"model card: {'; '.join(told)}")
         lines += self.notes
-        if left_out:
-            counts = ", ".join(f"{what} {count:,}" for what, count in left_out.items())
-            lines.append(f"left out: {counts}")
-        if computed:
-            counts = ", ".join(f"{what} {count:,}" for what, count in computed.items())
-            lines.append(f"computed: {counts}")
+        for name, parts in (("left out", left_out), ("computed", computed)):
+            counts = ", ".join(f"{what} {count:,}" for what, count in parts.items())
+            lines += [f"{name}: {counts}"] * bool(parts)
         if not self.config.lm_head:
             tasks = ["embed"]
             if self.head is not None and self.head.task != "embed":
@@ -74,12 +65,10 @@ class Imported:
             )
         if self.head is not None:
             lines.append(_describe(self.head, self.config))
-        if self.generation:
-            kept = ", ".join(f"{name} {value}" for name, value in self.generation.items())
-            lines.append(f"generation defaults: {kept}")
-        if self.ignored:
-            names = ", ".join(f"{name} {value}" for name, value in self.ignored.items())
-            lines.append(f"left out of the settings of generate: {names}")
+        left = "left out of the settings of generate"
+        for name, settings in (("generation defaults", self.generation), (left, self.ignored)):
+            values = ", ".join(f"{key} {value}" for key, value in settings.items())
+            lines += [f"{name}: {values}"] * bool(settings)
         return "\n".join([*lines, *self.unused])
 
 

@@ -77,15 +77,19 @@ def _fast(
     return HuggingFaceTokenizer(files, chosen, size)
 
 
-def _pieces(path: Path, architecture: str, special: Mapping[str, Any] | None) -> AnyTokenizer:
+def open_pieces(path: Path) -> tuple[bytes, Any]:
+    """Returns a SentencePiece model, as file and opened."""
     with from_extra("sentencepiece", f"{path} needs sentencepiece"):
         import sentencepiece
     content = read_bytes(path)
     try:
-        model = sentencepiece.SentencePieceProcessor(model_proto=content)
-        size = model.get_piece_size()
+        return content, sentencepiece.SentencePieceProcessor(model_proto=content)
     except (RuntimeError, ValueError) as error:
         raise InputError(f"{path} is no SentencePiece model ({error}); restore the file") from error
+
+
+def _pieces(path: Path, architecture: str, special: Mapping[str, Any] | None) -> AnyTokenizer:
+    content, model = open_pieces(path)
 
     def id_of(text: str) -> int | None:
         found: int = model.piece_to_id(text)
@@ -94,7 +98,8 @@ def _pieces(path: Path, architecture: str, special: Mapping[str, Any] | None) ->
     own = {"pad": model.pad_id(), "bos": model.bos_id(), "eos": model.eos_id()}
     given = {name: token for name, token in own.items() if token >= 0} | dict(special or {})
     files = dict.fromkeys(SentencePieceTokenizer.names, content)
-    return SentencePieceTokenizer(files, _special(None, given, id_of, architecture), size)
+    chosen = _special(None, given, id_of, architecture)
+    return SentencePieceTokenizer(files, chosen, model.get_piece_size())
 
 
 def _words(content: bytes, path: Path) -> bytes:

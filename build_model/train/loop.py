@@ -88,27 +88,22 @@ class TrainerState:
         return sum(step > self.best for step in self.scores)
 
 
+@dataclass(eq=False)
 class Trainer:
     """Trains one model into one folder."""
 
-    def __init__(
-        self,
-        folder: Path,
-        model_config: ModelConfig,
-        config: TrainConfig,
-        tokenizer: Tokenizer,
-        examples: Sequence[Example],
-        validation: Validation,
-        process: Process,
-    ) -> None:
-        self.folder = folder
-        self.config = config
-        self.tokenizer = tokenizer
-        self.examples = examples
-        self.validation = validation
-        self.process = process
+    folder: Path
+    model_config: ModelConfig
+    config: TrainConfig
+    tokenizer: Tokenizer
+    examples: Sequence[Example]
+    validation: Validation
+    process: Process
+
+    def __post_init__(self) -> None:
+        model_config, config = self.model_config, self.config
         self.progress = TrainerState()
-        self.fingerprint = fingerprint([*examples, *validation.examples])
+        self.fingerprint = fingerprint([*self.examples, *self.validation.examples])
         self.interrupted = False
         self._say: Callable[[str], None] = lambda line: None
         self._show: Callable[..., None] = lambda *state: None
@@ -116,9 +111,9 @@ class Trainer:
         require_fitting(model_config, config)
         self.longest = min(model_config.max_positions, config.batch_tokens)
         dropped = config.bpe_dropout
-        self.merge_dropout = MergeDropout(tokenizer, dropped) if dropped else None
+        self.merge_dropout = MergeDropout(self.tokenizer, dropped) if dropped else None
         torch.manual_seed(config.seed)
-        self.model = Transformer(model_config).to(process.device)
+        self.model = Transformer(model_config).to(self.process.device)
         matrices = [p for p in self.model.parameters() if p.dim() > 1]
         vectors = [p for p in self.model.parameters() if p.dim() == 1]
         self.optimizer = torch.optim.AdamW(

@@ -14,13 +14,9 @@ if TYPE_CHECKING:  # which imports torch
 
 @dataclass(frozen=True)
 class Preset:
-    """A named shape with training settings that suit it.
+    """Fields of TransformerConfig and TrainConfig, and the vocabulary to train from the corpus.
 
-    Attributes:
-        vocabulary_size: Size of the vocabulary to train from the corpus.
-        model: Fields of TransformerConfig.
-        train: Fields of TrainConfig that differ from the defaults.
-        encoding: A tiktoken encoding to cut down to the corpus instead of training a vocabulary.
+    With an encoding of tiktoken, that is cut down to the corpus instead.
     """
 
     vocabulary_size: int
@@ -69,6 +65,13 @@ FAST: dict[str, Any] = dict(
 FAST_RATES: dict[str, Any] = dict(
     warmup_steps=1000, peak_learning_rate=1.5e-3, schedule="linear", max_steps=6000
 )
+WRITES: dict[str, Any] = dict(
+    architecture="decoder-only", heads=4, encoder_layers=0, norm_order="pre"
+)
+# Of models of plain text.
+PLAIN: dict[str, Any] = dict(
+    batch_tokens=4096, warmup_steps=100, schedule="linear", label_smoothing=0.0
+)
 PRESETS = {
     "tiny": Preset(
         600,
@@ -97,86 +100,29 @@ PRESETS = {
     # The smallest language model that learns something.
     "textbook": Preset(
         8000,
-        dict(
-            architecture="decoder-only",
-            d_model=64,
-            heads=4,
-            encoder_layers=0,
-            decoder_layers=8,
-            d_ff=256,
-            dropout=0.1,
-            max_positions=16,
-            norm_order="pre",
-        ),
-        dict(
-            batch_tokens=512,
-            warmup_steps=100,
-            peak_learning_rate=3e-3,
-            schedule="linear",
-            label_smoothing=0.0,
-            max_steps=2000,
-        ),
+        WRITES | dict(d_model=64, decoder_layers=8, d_ff=256, dropout=0.1, max_positions=16),
+        PLAIN | dict(batch_tokens=512, peak_learning_rate=3e-3, max_steps=2000),
         encoding="cl100k_base",
     ),
     # Llama's architecture (Touvron et al. 2023) at a useful size.
     "prose": Preset(
         4000,
-        dict(
-            architecture="decoder-only",
-            d_model=256,
-            heads=4,
-            encoder_layers=0,
-            decoder_layers=4,
-            d_ff=688,
-            dropout=0.2,
-            max_positions=256,
-            norm="rms",
-            norm_order="pre",
-            positions="rotary",
-            activation="swiglu",
-            bias=False,
-            scale_embedding=False,
-        ),
-        dict(
-            batch_tokens=4096,
-            warmup_steps=100,
-            peak_learning_rate=2e-3,
-            schedule="linear",
-            label_smoothing=0.0,
-            weight_decay=0.1,
-            max_steps=1000,
-        ),
+        WRITES
+        | dict(d_model=256, decoder_layers=4, d_ff=688, dropout=0.2, max_positions=256)
+        | dict(norm="rms", positions="rotary", activation="swiglu")
+        | dict(bias=False, scale_embedding=False),
+        PLAIN | dict(peak_learning_rate=2e-3, weight_decay=0.1, max_steps=1000),
     ),
     # BERT (Devlin et al. 2019) at a useful size, with pre-norm and rotary positions as in
     # ModernBERT (Warner et al. 2024): with learned positions it had not learned after 1,500 steps
     # which tokens are neighbours (docs/encoder-only.md).
     "reader": Preset(
         4000,
-        dict(
-            architecture="encoder-only",
-            d_model=256,
-            heads=4,
-            encoder_layers=4,
-            decoder_layers=0,
-            d_ff=1024,
-            dropout=0.1,
-            max_positions=128,
-            norm_order="pre",
-            positions="rotary",
-            activation="gelu",
-            scale_embedding=False,
-            embedding_norm=True,
-            output_transform=True,
-            output_bias=True,
-        ),
-        dict(
-            batch_tokens=4096,
-            warmup_steps=200,
-            peak_learning_rate=1e-3,
-            schedule="linear",
-            label_smoothing=0.0,
-            max_steps=2000,
-        ),
+        dict(architecture="encoder-only", d_model=256, heads=4, encoder_layers=4, decoder_layers=0)
+        | dict(d_ff=1024, dropout=0.1, max_positions=128, norm_order="pre", positions="rotary")
+        | dict(activation="gelu", scale_embedding=False, embedding_norm=True)
+        | dict(output_transform=True, output_bias=True),
+        PLAIN | dict(warmup_steps=200, peak_learning_rate=1e-3, max_steps=2000),
     ),
     # Table 3 of the paper, rows "base" and "big", with the training of section 5.
     "base": Preset(

@@ -25,22 +25,25 @@ _KERAS = (
     "weights of Keras; write them for transformers with KerasHub's "
     "model.export_to_transformers(FOLDER), and export that"
 )
-_CT2 = (
-    "a model that CTranslate2 converted; export the folder that it was converted from (--model or "
-    "--model_dir of the converter)"
+_ARGOS = (
+    "a package of Argos Translate, with CTranslate2's weights; export OPUS-MT's model of the pair "
+    "instead: hf download Helsinki-NLP/opus-mt-{from_code}-{to_code} --local-dir FOLDER"
+)
+_ALONE = (
+    "weights alone; copy or download the whole folder, with config.json and the tokenizer" + _OWN
+)
+_OF_4 = (
+    "write PyTorch's with transformers 4: from_pretrained(FOLDER, from_{}=True) and save_pretrained"
 )
 # By patterns, each with a match; the message names the first. {names} are fields of that match if
 # it is JSON. The most telling rows come first.
 _FOREIGN: dict[tuple[str, ...], str] = {
-    ("*.argosmodel",): (
-        "a package of Argos Translate, with CTranslate2's weights; export OPUS-MT's model of the "
-        "pair instead: hf download Helsinki-NLP/opus-mt-FROM-TO --local-dir FOLDER"
+    ("*.argosmodel",): _ARGOS.format(from_code="FROM", to_code="TO"),
+    ("metadata.json", "model/model.bin"): _ARGOS,
+    ("model.bin", "*vocabulary*"): (
+        "a model that CTranslate2 converted; export the folder that it was converted from (--model "
+        "or --model_dir of the converter)"
     ),
-    ("metadata.json", "model/model.bin"): (
-        "a package of Argos Translate, with CTranslate2's weights; export OPUS-MT's model of the "
-        "pair instead: hf download Helsinki-NLP/opus-mt-{from_code}-{to_code} --local-dir FOLDER"
-    ),
-    ("model.bin", "*vocabulary*"): _CT2,
     ("meta.json", "config.cfg"): (
         "a pipeline of spaCy, which only spaCy runs; of one with a transformer, write that and "
         'export it: nlp.get_pipe("transformer").model.transformer.save_pretrained(FOLDER)'
@@ -69,14 +72,8 @@ _FOREIGN: dict[tuple[str, ...], str] = {
     ),
     ("*.keras",): _KERAS,
     ("*.weights.h5",): _KERAS,
-    ("tf_model*",): (
-        "TensorFlow's weights alone; write PyTorch's with transformers 4: "
-        "from_pretrained(FOLDER, from_tf=True) and save_pretrained"
-    ),
-    ("flax_model*",): (
-        "Flax's weights alone; write PyTorch's with transformers 4: "
-        "from_pretrained(FOLDER, from_flax=True) and save_pretrained"
-    ),
+    ("tf_model*",): f"TensorFlow's weights alone; {_OF_4.format('tf')}",
+    ("flax_model*",): f"Flax's weights alone; {_OF_4.format('flax')}",
     ("saved_model.pb",): (
         "a SavedModel of TensorFlow; export the PyTorch checkpoint of the same model"
     ),
@@ -108,14 +105,8 @@ _FOREIGN: dict[tuple[str, ...], str] = {
     ),
     ("*.onnx",): _ONNX,
     ("onnx/*.onnx",): _ONNX,
-    ("model.safetensors",): (
-        "weights alone; copy or download the whole folder, with config.json and the tokenizer"
-        f"{_OWN}"
-    ),
-    ("pytorch_model.bin",): (
-        "weights alone; copy or download the whole folder, with config.json and the tokenizer"
-        f"{_OWN}"
-    ),
+    ("model.safetensors",): _ALONE,
+    ("pytorch_model.bin",): _ALONE,
     ("*.safetensors",): f"safetensors under another name; {_SAVED}{_OWN}",
     ("*.bin",): f"weights under another name; {_SAVED}",
     ("*.pt",): f"a PyTorch file; {_SAVED}{_OWN}",

@@ -14,8 +14,7 @@ from transferry.build_model.importing.huggingface.decoders.llama import (
     Shape,
     llama_fields,
     llama_shape,
-    olmo_norms,
-    opt_norms,
+    plain_norms,
     rotary_fields,
     windows,
 )
@@ -417,8 +416,8 @@ TYPES: list[tuple[str, str, str, Shape, Table, str]] = [
     ("opt", "OPT", "OPT", _opt_shape, OPT, "model.decoder. decoder."),
 ]
 FURTHER: dict[str, dict[str, Any]] = {
-    "opt": {"classifier": _opt_head, "computes": opt_norms},
-    "olmo": {"computes": olmo_norms},
+    "opt": {"classifier": _opt_head, "computes": plain_norms},
+    "olmo": {"computes": plain_norms},
 }
 _KV = "num_key_value_heads"
 _GEMMA = {"tie_word_embeddings": True, "head_dim": 256, _KV: 4}

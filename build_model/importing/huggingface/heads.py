@@ -86,17 +86,11 @@ def classifier(
     modern: bool = False,
     poolings: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Callable[[Settings], Classifier | None]:
-    """Returns how a type's heads are read.
+    """Returns how a type's heads are read, by the names of the two layers that score a text.
 
-    Args:
-        dense: Name of the first of the two layers that score a text.
-        last: Name of the second.
-        activation: Of the first.
-        setting: Setting that names another activation.
-        width: Setting of the width of the hidden states.
-        modern: Its first layer scores tokens too, and has a norm, as in ModernBERT.
-        poolings: Fields by the values of classifier_pooling, the default first; None for types
-            without that setting.
+    `setting` names another activation of the first, which scores tokens too, and has a norm, where
+    it is `modern`, as in ModernBERT. `poolings` are fields by the values of classifier_pooling, the
+    default first.
     """
 
     def read(config: Settings) -> Classifier | None:

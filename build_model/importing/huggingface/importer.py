@@ -78,11 +78,8 @@ def read_pretrained(
 ) -> Imported:
     """Reads a folder of transformers or Marian, without the values of its tensors.
 
-    Args:
-        folder: The folder.
-        adapter_folder: Folder of an adapter of PEFT, to be merged. Default: one beside the model.
-        ignored: Settings to leave out though they may change answers.
-        scores: Tokens whose logits score a pair, to import a decoder as a reranker.
+    An adapter of PEFT is merged, by default one beside the model. `ignored` settings are left out
+    though they may change answers; the logits of `scores` make a decoder a reranker.
 
     Raises:
         InputError: A file is missing or damaged, a setting is unsupported, or a tensor does not
@@ -166,13 +163,18 @@ def _joined(
     tokenizer: AnyTokenizer,
 ) -> tuple[HeadSettings, ModelConfig]:
     """Adds how texts are read: cut, and as a reranker's pairs or the sides of a search."""
-    head = _cut(sentence, given, pretrained, shape)
+    own = sentence.settings
+    if given is None:
+        classes = pretrained.config.get("architectures")
+        pretrained.config.refuse("architectures", classes, "…ForSequenceClassification")
     if isinstance(sentence, LateInteraction):
-        return sentence.finished(head, shape, tokenizer, pretrained)
-    if not sentence.scores:
-        return head, shape
-    template = joined_by(pretrained, tokenizer, sentence)
-    return replace(head, template=template, prompts={}, default_prompt=""), shape
+        return sentence.finished(given, shape, tokenizer, pretrained)
+    longest = own.longest or pretrained.tokenizer.number("model_max_length", MOST)
+    longest = int(min(longest, shape.max_positions)) - pretrained.padded
+    head = replace(given, longest=longest, rank=own.rank)
+    if sentence.scores:
+        return replace(head, template=joined_by(pretrained, tokenizer, sentence)), shape
+    return replace(head, prompts=own.prompts, default_prompt=own.default_prompt), shape
 
 
 def _model_type(config: Settings, sentence: SentenceModules | None) -> str:
@@ -217,10 +219,11 @@ def _shape(
             head = sentence.settings
         elif sentence is not None and sentence.scores:
             names, rank = pretrained.names(), sentence.settings.rank
-            found = score_of(config, family, generator, names, sentence.scores, rank)
-            family, (fields, table, head) = found[0], vars(found[1]).values()
+            family, (fields, table, head) = score_of(
+                config, family, generator, names, sentence.scores, rank
+            )
         elif (classifier := family.classifier(config)) is not None:
-            fields, table, head = classifier.fields, classifier.table, classifier.settings
+            fields, table, head = classifier
         else:
             return family, shape, None
         shape = replace(shape, **fields)
@@ -337,30 +340,6 @@ def _with_segments(
     return replace(family, table=table), shape
 
 
-def _cut(
-    sentence: SentenceModules,
-    head: HeadSettings | None,
-    pretrained: PretrainedFolder,
-    shape: ModelConfig,
-) -> HeadSettings:
-    """Returns how texts are read, with the length that sentence-transformers cuts them to."""
-    if head is None:
-        pretrained.config.refuse(
-            "architectures", pretrained.config.get("architectures"), "…ForSequenceClassification"
-        )
-    longest = sentence.settings.longest or pretrained.tokenizer.number("model_max_length", MOST)
-    own = sentence.settings
-    if isinstance(sentence, LateInteraction):
-        return head
-    return replace(
-        head,
-        longest=int(min(longest, shape.max_positions)) - pretrained.padded,
-        rank=own.rank,
-        prompts=own.prompts,
-        default_prompt=own.default_prompt,
-    )
-
-
 def import_pretrained(
     folder: Path,
     out: Path,
@@ -375,16 +354,8 @@ def import_pretrained(
 ) -> None:
     """Imports a model as a checkpoint, which export accepts like a trained one.
 
-    Args:
-        folder: Folder that `save_pretrained` of transformers or Marian wrote.
-        out: The checkpoint.
-        adapter: Folder of an adapter that PEFT wrote, merged into the weights.
-        ignored: As for `read_pretrained`; kept in settings.toml.
-        scores: Likewise.
-        force: Replace an existing checkpoint.
-        say: Receives the summary.
-        show: Called for each tensor with the phase, the tensors done and the tensors in total.
-        card: Fields of ModelCard in place of those that the folder states.
+    See `read_pretrained`. `show` is called for each tensor with the phase, the tensors done and the
+    tensors in total; `card` are fields of ModelCard in place of those that the folder states.
 
     Raises:
         InputError: As `read_pretrained`; a tensor is not finite; or the disk is full.

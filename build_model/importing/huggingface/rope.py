@@ -40,12 +40,8 @@ class Rotary:
 
     def fields(self) -> dict[str, Any]:
         """Returns the fields of ModelConfig."""
-        shape: dict[str, Any] = {"rotary_base": self.base, "max_positions": self.longest}
-        return (
-            shape
-            if self.plain
-            else shape | {"rotary_rates": self.rates, "rotary_scale": self.scale}
-        )
+        varied = {} if self.plain else {"rotary_rates": self.rates, "rotary_scale": self.scale}
+        return {"rotary_base": self.base, "max_positions": self.longest, **varied}
 
 
 @dataclass(frozen=True)

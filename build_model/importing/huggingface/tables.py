@@ -6,7 +6,7 @@ tensor, a `Move` if the tensor changes, or `NoPlace` if our model has no such te
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,15 +54,8 @@ class NoPlace:
 Table = Mapping[str, str | Move | NoPlace]
 
 
-@dataclass(frozen=True)
-class Classifier:
-    """The head of a sequence or token classification.
-
-    Attributes:
-        fields: Fields of ModelConfig.
-        table: Our tensors by theirs.
-        settings: Task, labels and prompts.
-    """
+class Classifier(NamedTuple):
+    """The head of a sequence or token classification: fields of ModelConfig, and its tensors."""
 
     fields: Mapping[str, Any]
     table: Table

@@ -5,6 +5,7 @@ goes from file to file.
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -63,8 +64,8 @@ class Converted:
     tensors: Tensors
     config: ModelConfig
     shapes: dict[str, Tensor] = field(default_factory=dict)
-    left_out: dict[str, int] = field(default_factory=dict)
-    computed: dict[str, int] = field(default_factory=dict)
+    left_out: Counter[str] = field(default_factory=Counter)
+    computed: Counter[str] = field(default_factory=Counter)
     _steps: dict[str, tuple[Move, list[str]]] = field(default_factory=dict)
     _formulas: dict[str, Tensor] = field(default_factory=dict)
 
@@ -80,10 +81,6 @@ class Converted:
         self.write(state)
         # Not the pages of a file that may change.
         return {name: tensor.clone() for name, tensor in state.items()}
-
-    def leave_out(self, what: str, tensor: Tensor) -> None:
-        """Counts a tensor that has no place."""
-        self.left_out[what] = self.left_out.get(what, 0) + tensor.numel()
 
     def write(
         self,
@@ -133,7 +130,7 @@ def convert_weights(
     for name, tensor in tensors.shapes.items():
         plain = _without(family.prefixes, name)
         if plain == SHARED and config.source_vocabulary_size:
-            converted.leave_out("embedding that neither side uses", tensor)
+            converted.left_out["embedding that neither side uses"] += tensor.numel()
             continue
         move, layer = _place(family.table, plain)
         if move is None:
@@ -141,7 +138,7 @@ def convert_weights(
         pieces = [] if isinstance(move, NoPlace) else _pieces(move, layer, tensor, config)
         if isinstance(move, NoPlace) or (move.what and pieces[0][0] not in expected):
             if move.what:
-                converted.leave_out(move.what, tensor)
+                converted.left_out[move.what] += tensor.numel()
             continue
         if tensor.dtype not in FLOATING:
             kind = str(tensor.dtype).removeprefix("torch.")
@@ -154,15 +151,14 @@ def convert_weights(
             same = known is None or known.dtype == kept
             converted.shapes[ours] = meta(expected[ours], kept if same else torch.float32)
         if move.adds:
-            converted.leave_out(move.adds, tensor)
+            converted.left_out[move.adds] += tensor.numel()
         converted._steps[name] = move, [ours for ours, _ in pieces]
     for ours, tensor in family.computes(config).items():
         if ours not in converted.shapes:
             converted.shapes[ours] = meta(tensor.shape, tensor.dtype)
             converted._formulas[ours] = tensor
             usual = "norms (ones and zeros)" if "norm" in ours else "biases (zeros)"
-            what = FORMULAS.get(ours, usual)
-            converted.computed[what] = converted.computed.get(what, 0) + tensor.numel()
+            converted.computed[FORMULAS.get(ours, usual)] += tensor.numel()
     _require_all(family, expected, converted, origin)
     return converted
 

@@ -26,6 +26,7 @@ from transferry.build_model.importing.huggingface.weights import convert_weights
 from transferry.build_model.importing.imported import Imported
 from transferry.build_model.model.config import ModelConfig
 from transferry.build_model.model.shape import Activation
+from transferry.build_model.own.tokenizer import open_pieces
 from transferry.runtime.errors import InputError, UsageError, from_extra
 from transferry.runtime.io.arrays import ARCHIVE_FAULTS
 from transferry.runtime.io.whole import open_regular, read_bytes
@@ -143,9 +144,8 @@ def read_marian(folder: Path) -> Imported:
     arrays = ArrayFile(path)
     values = _yaml(arrays.text(OPTIONS, _MOST_OPTIONS), f"{path}: {OPTIONS}", typed=True)
     options = Settings(path, values)
-    learned = "Wpos" in arrays.shapes
     try:
-        config = _shape(options, arrays, learned)
+        config = _shape(options, arrays, learned="Wpos" in arrays.shapes)
     except UsageError as error:
         raise InputError(f"{path}: {error}") from error
     tokenizer, unknown, note = _tokenizer(folder, options, decoding, config)
@@ -188,8 +188,10 @@ def _model(folder: Path, decoding: Settings) -> Path:
     return found[0]
 
 
-def _shape(options: Settings, arrays: ArrayFile, learned: bool) -> ModelConfig:
+def _shape(options: Settings, arrays: ArrayFile, *, learned: bool) -> ModelConfig:
     options.choice("type", {"transformer": None}, "")
+    if "Wemb" not in arrays.shapes:
+        raise InputError(f"{arrays.origin}: expected the tensor Wemb, found none")
     for name, supported in _ONLY.items():
         options.only(name, *supported)
     orders = [options.get(f"transformer-{name}", "") for name in ("preprocess", "postprocess")]
@@ -214,7 +216,7 @@ def _shape(options: Settings, arrays: ArrayFile, learned: bool) -> ModelConfig:
             options.refuse(name, value, "none")
     width = options.whole("dim-emb")
     return ModelConfig(
-        vocabulary_size=_rows(arrays) + 1,
+        vocabulary_size=arrays.shapes["Wemb"].shape[0] + 1,
         d_model=width,
         heads=heads,
         encoder_layers=options.whole("enc-depth"),
@@ -231,12 +233,6 @@ def _shape(options: Settings, arrays: ArrayFile, learned: bool) -> ModelConfig:
         scale_embedding=not learned,
         output_bias=True,
     )
-
-
-def _rows(arrays: ArrayFile) -> int:
-    if "Wemb" not in arrays.shapes:
-        raise InputError(f"{arrays.origin}: expected the tensor Wemb, found none")
-    return int(arrays.shapes["Wemb"].shape[0])
 
 
 def _turned(ours: str) -> Move:
@@ -291,13 +287,10 @@ def _table(config: ModelConfig) -> Table:
 
 
 def positions(length: int, width: int) -> Tensor:
-    """Returns Marian's sinusoids, in float32 as it computes them.
+    """Returns Marian's sinusoids [length, width], in float32 as it computes them.
 
     All sines come before all cosines, and rates fall from 1 to exactly 1 / 10000
     (SinusoidalPositionEmbeddings in src/tensors/cpu/tensor_operators.cpp).
-
-    Returns:
-        [length, width]
     """
     pairs = np.float32(width / 2)
     step = np.log(np.float32(10000)) / (pairs - np.float32(1))
@@ -386,14 +379,8 @@ def _vocabulary(folder: Path, options: Settings, decoding: Settings) -> Path:
 
 
 def _own_pieces(path: Path, start: int) -> tuple[AnyTokenizer, int, str]:
-    with from_extra("sentencepiece", "the tokenizer needs sentencepiece"):
-        import sentencepiece
-    content = read_bytes(path)
-    try:
-        model = sentencepiece.SentencePieceProcessor(model_proto=content)
-        size, end, unknown = model.get_piece_size(), model.eos_id(), model.unk_id()
-    except (RuntimeError, ValueError) as error:
-        raise InputError(f"{path} is no SentencePiece model ({error}); restore the file") from error
+    content, model = open_pieces(path)
+    size, end, unknown = model.get_piece_size(), model.eos_id(), model.unk_id()
     if size != start or end < 0:
         raise InputError(
             f"{path}: expected {start} pieces, as many as the embedding has rows, with {END} among "

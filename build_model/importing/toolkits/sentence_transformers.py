@@ -26,22 +26,14 @@ TRANSFORMER = tuple(
     f"sentence_{kind}_config.json"
     for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
-# By their names in a folder; in this order where a folder has a flag for each.
-POOLINGS: dict[str, Pooling] = {
-    "cls": "first",
-    "max": "max",
-    "mean": "mean",
-    "mean_sqrt_len_tokens": "root-mean",
-    "weightedmean": "weighted",
-    "lasttoken": "last",
-}
-FLAGS = {
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_max_tokens": "max",
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
-    "pooling_mode_weightedmean_tokens": "weightedmean",
-    "pooling_mode_lasttoken": "lasttoken",
+# By their names in a folder, with the names in flags; in this order where there is a flag for each.
+POOLINGS: dict[str, tuple[str, Pooling]] = {
+    "cls": ("cls_token", "first"),
+    "max": ("max_tokens", "max"),
+    "mean": ("mean_tokens", "mean"),
+    "mean_sqrt_len_tokens": ("mean_sqrt_len_tokens", "root-mean"),
+    "weightedmean": ("weightedmean_tokens", "weighted"),
+    "lasttoken": ("lasttoken", "last"),
 }
 ACTIVATIONS: dict[str, HeadActivation] = {
     "torch.nn.modules.activation.Tanh": "tanh",
@@ -62,9 +54,7 @@ class SentenceModules:
     """The modules of a folder, but for the numbers of its tensors.
 
     Attributes:
-        transformer: Folder of the Transformer.
         fields: Fields of ModelConfig that describe the head.
-        dense: Tensors of the Dense modules, in order.
         settings: How texts are read; `longest` as the folder says, if it does.
         lower: Whether texts are lower-cased before the tokenizer reads them.
         scores: Ids of the tokens whose logits score a pair, of a reranker.
@@ -87,7 +77,7 @@ class SentenceModules:
     def table(self) -> dict[str, str]:
         """Our tensors by those of `tensors`."""
         return {
-            f"{_dense(number)}.linear.*": f"head.layers.{number}.linear.*"
+            f"dense{number}.linear.*": f"head.layers.{number}.linear.*"
             for number in range(len(self.dense))
         }
 
@@ -95,13 +85,9 @@ class SentenceModules:
         """Returns the tensors of all modules, each Dense with its number in front."""
         places = {name: (transformer, name) for name in transformer.shapes}
         for number, file in enumerate(self.dense):
-            places |= {f"{_dense(number)}.{name}": (file, name) for name in file.shapes}
+            # No digits between dots, which stand for the number of a layer.
+            places |= {f"dense{number}.{name}": (file, name) for name in file.shapes}
         return NamedTensors(transformer.origin, places)
-
-
-def _dense(number: int) -> str:
-    # No digits between dots, which stand for the number of a layer.
-    return f"dense{number}"
 
 
 def read_sentence_transformers(
@@ -145,11 +131,7 @@ def read_sentence_transformers(
 def linear_layers(
     places: Sequence[Path], usual: str, ignored: frozenset[str]
 ) -> tuple[dict[str, Any], list[Tensors], list[Settings]]:
-    """Reads Dense modules, with the `usual` activation where a folder names none.
-
-    Returns:
-        Fields of ModelConfig, tensors and settings.
-    """
+    """Returns fields, tensors and settings of Dense modules with a `usual` activation."""
     files = [Settings.read(place / CONFIG, ignored=ignored) for place in places]
     for settings in files:
         settings.only("use_residual", False)
@@ -286,9 +268,10 @@ def module_folder(folder: Path, entry: Mapping[str, Any]) -> Path:
 
 
 def _pooling(settings: Settings, texts: Settings) -> tuple[Pooling, ...]:
-    flags = [kind for name, kind in FLAGS.items() if settings.flag(name, False)]
-    named = settings.get("pooling_mode", flags or ["mean"])
-    kinds = named if isinstance(named, list) else [named]
+    named = POOLINGS.items()
+    flags = [kind for kind, (flag, _) in named if settings.flag(f"pooling_mode_{flag}", False)]
+    given = settings.get("pooling_mode", flags or ["mean"])
+    kinds = given if isinstance(given, list) else [given]
     for kind in kinds:
         if not isinstance(kind, str) or kind not in POOLINGS:
             settings.refuse("pooling_mode", kind, " or ".join(POOLINGS))
@@ -298,7 +281,7 @@ def _pooling(settings: Settings, texts: Settings) -> tuple[Pooling, ...]:
         settings.only("include_prompt", True)
     settings.get("include_prompt")
     settings.get("word_embedding_dimension", settings.get("embedding_dimension"))
-    return tuple(POOLINGS[kind] for kind in kinds)
+    return tuple(POOLINGS[kind][1] for kind in kinds)
 
 
 def _settings(texts: Settings, longest: int) -> HeadSettings:

@@ -38,15 +38,10 @@ def llama_fields(
     units: Mapping[str, Activation] = GATES,
     **own: Any,
 ) -> dict[str, Any]:
-    """Fields that Llama and its kin share, except positions.
+    """Fields that Llama and its kin share, except positions, and those in which a type differs.
 
-    Args:
-        config: config.json.
-        longest: max_position_embeddings by default.
-        flags: Settings that are off by default, by field.
-        epsilon: Setting of the epsilon of LayerNorm, in place of RMSNorm's.
-        units: Activations by hidden_act.
-        own: Fields in which a type differs.
+    `longest` is max_position_embeddings by default, `flags` are settings that are off by default,
+    by field, and `epsilon` is the setting of LayerNorm's, in place of RMSNorm's.
     """
     fields = sizes(config)
     d_model, heads = fields["d_model"], fields["heads"]
@@ -83,14 +78,9 @@ def llama_shape(
     window: int | None = None,
     **options: Any,
 ) -> ModelConfig:
-    """A type of Llama's kin, by the arguments of `llama_fields`.
+    """A type of Llama's kin, by the arguments of `llama_fields` and the fields of RotaryKeys.
 
-    Args:
-        config: config.json.
-        names: Names of all tensors.
-        rope: Fields of RotaryKeys.
-        window: sliding_window of every layer by default; None for a type without.
-        options: See `llama_fields`.
+    `window` is the sliding_window of every layer by default; None for a type without.
     """
     fields = rotary_fields(config, llama_fields(config, **options), **(rope or {}))
     return ModelConfig(**fields, windows=() if window is None else windows(config, fields, window))
@@ -163,24 +153,13 @@ STARCODER2: Table = {
 }
 
 
-def olmo_norms(config: ModelConfig) -> dict[str, Tensor]:
-    """Weights of one, of norms without weights."""
-    return {name: torch.ones(config.d_model) for name in norms_of(config, "weight")}
-
-
-def opt_norms(config: ModelConfig) -> dict[str, Tensor]:
-    """Norms without weights (layer_norm_elementwise_affine) as those with weights of one."""
-    made = {"weight": torch.ones, "bias": torch.zeros}
-    return {
-        name: make(config.d_model) for part, make in made.items() for name in norms_of(config, part)
-    }
-
-
-def norms_of(config: ModelConfig, part: str) -> list[str]:
-    """Names of the weights or biases of a decoder's norms."""
+def plain_norms(config: ModelConfig) -> dict[str, Tensor]:
+    """Norms without weights, of OLMo and of OPT, as those with weights of one."""
     names = [
         f"decoder.{number}.{sublayer}_residual.norm"
         for number in range(config.decoder_layers)
         for sublayer in ("self", "feed_forward")
     ]
-    return [f"{name}.{part}" for name in (*names, *["decoder_norm"] * config.has_final_norm)]
+    names += ["decoder_norm"] * config.has_final_norm
+    made = {"weight": torch.ones, **({"bias": torch.zeros} if config.has_bias("norm") else {})}
+    return {f"{name}.{part}": make(config.d_model) for part, make in made.items() for name in names}

@@ -73,10 +73,8 @@ class FastTokenizer:
     """A tokenizer of the library `tokenizers`.
 
     Attributes:
-        tokenizer: The tokenizer.
         content: Its tokenizer.json; that of the folder, byte for byte, where it is used as it is.
         named: Named special tokens, such as bos_token.
-        notes: Differences from tokenizer.json, a line each.
         segments: Whether its class numbers the segments of a pair of texts.
     """
 
@@ -171,7 +169,8 @@ def _made(pretrained: PretrainedFolder, content: bytes | None, origin: str) -> F
     settings, record = pretrained.tokenizer, {}
     file = None
     if content is not None:
-        record = _object(pretrained.folder / TOKENIZER)
+        path = pretrained.folder / TOKENIZER
+        record = read_document(path, dict[str, Any], REMEDY, most=MOST_BYTES)
         if others := sorted(record.keys() - PARTS):
             raise InputError(
                 f"{origin}: expected the parts {', '.join(PARTS)}, found {others[0]}; save the "
@@ -260,10 +259,6 @@ def _silent(transformers: Any) -> Iterator[None]:
         yield
     finally:
         transformers.logging.set_verbosity(level)
-
-
-def _object(path: Path) -> dict[str, Any]:
-    return read_document(path, dict[str, Any], REMEDY, most=MOST_BYTES)
 
 
 def require_files(folder: Path, *names: str, instead: str = "") -> None:

@@ -472,8 +472,8 @@ def _unchanged(
         end = start + len(plain)
         if plain and whole[start:end] == plain:
             before, after = tuple(whole[:start]), tuple(whole[end:])
-            special = dataclasses.replace(special, before=before, after=after)
-            return _third_party(HuggingFaceTokenizer, files, special, config, origin)
+            made.special = dataclasses.replace(special, before=before, after=after)
+            return made
     raise InputError(
         f"{origin}: expected the tokens {plain} of 'a' within special tokens, found {whole}"
     )
