@@ -73,8 +73,8 @@ def fields_as_options(
     Args:
         config: The dataclass.
         leave_out: Fields that get no option.
-        defaults: What --help says about defaults that are not the field's own. A bool among these
-            can be switched on and off.
+        defaults: Words of --help for defaults that are not the field's own. A bool among these can
+            be switched on and off.
         panel: Heading of the options in --help.
         panels: Fields under other headings.
         prefixes: Words before the help of a field.

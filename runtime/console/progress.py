@@ -127,12 +127,7 @@ class Progress:
     ) -> None:
         """Shows a state, unless the last one was shown a moment ago.
 
-        Args:
-            phase: Words for the phase; another phase begins a new line.
-            done: Units that are done.
-            total: Units in total; None if nobody knows.
-            note: Further words.
-            seconds_left: Time until a limit ends the phase.
+        Another phase begins a new line; a limit ends this one after `seconds_left`.
         """
         now = self._clock()
         if phase != self.phase:
@@ -221,18 +216,12 @@ def progress(quiet: bool, unit: str = "") -> Iterator[Callable[..., None]]:
         shown.close()
 
 
-@contextlib.contextmanager
-def _watching(quiet: bool) -> Iterator[Callable[[Summary], None]]:
+def _show_rows(tell: Callable[..., None], summary: Summary) -> None:
     """Shows how far a job is."""
-    with progress(quiet, "rows") as show:
-
-        def watch(summary: Summary) -> None:
-            errors = counted(summary.bad_rows, "error") if summary.bad_rows else ""
-            done, note = summary.rows + summary.ahead, filter(None, [errors, summary.note])
-            total = summary.total
-            show("rows", done if total is None else min(done, total), total, ", ".join(note))
-
-        yield watch
+    errors = counted(summary.bad_rows, "error") if summary.bad_rows else ""
+    done, note = summary.rows + summary.ahead, filter(None, [errors, summary.note])
+    total = summary.total
+    tell("rows", done if total is None else min(done, total), total, ", ".join(note))
 
 
 @dataclass(frozen=True)
@@ -336,9 +325,9 @@ def run_job(job: Job, options: Mapping[str, Any]) -> None:
     try:
         with (
             at_stop(lambda: command if job.folder.exists() else None),
-            _watching(quiet) as watch,
+            progress(quiet, "rows") as tell,
         ):
-            summary = job.run(watch, say=teller(quiet), settings=settings)
+            summary = job.run(partial(_show_rows, tell), say=teller(quiet), settings=settings)
     except KeyboardInterrupt as error:
         again = (f"{error}; {command}",) if error.args else ()
         raise KeyboardInterrupt(*again) from error

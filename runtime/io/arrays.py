@@ -27,11 +27,7 @@ SMALL_ARCHIVE = 256 << 20
 def open_arrays(content: bytes, origin: str, what: str, remedy: str) -> Iterator[Any]:
     """Opens an .npz archive: arrays by name, never unpickled.
 
-    Args:
-        content: The bytes of the archive.
-        origin: Name of the file in errors.
-        what: Kind of file that was expected, such as "a bundle's reference".
-        remedy: Advice if it is another.
+    Errors name the file `origin`, the expected kind of file `what`, and end with `remedy`.
 
     Raises:
         InputError: The archive is damaged, lacks an array read inside the `with`, or unpacks to far

@@ -29,12 +29,7 @@ class Canary:
     """Computes rows again and compares."""
 
     def __init__(self, engine: Engine, every: int, task: Task) -> None:
-        """Opens the bundle a second time.
-
-        Args:
-            engine: The engine of the job.
-            every: Interval of the rows that are computed again, beginning with the first.
-            task: The task of the job.
+        """Opens the bundle a second time; `every` is the interval of the rows computed again.
 
         Raises:
             InputError: The bundle's record is damaged.
@@ -75,11 +70,8 @@ class Canary:
     def check(self, number: int, row: RowResult, given: Any, place: int | None = None) -> None:
         """Computes a row again, if it is its turn.
 
-        Args:
-            number: Number of the row in the input, from 0.
-            row: The job's result.
-            given: The row as the engine took it.
-            place: Its number among the inputs of the engine. Default: `number`.
+        `given` is the row as the engine took it, `place` its number among the engine's inputs, by
+        default that of the row.
 
         Raises:
             ParityError: The results differ by more than rounding explains.

@@ -44,11 +44,9 @@ Places: TypeAlias = Sequence[Any]
 
 @dataclass
 class Call:
-    """A call of a worker.
+    """A call of a worker's open, keep, compute or progress.
 
     Attributes:
-        worker: Number of the worker.
-        method: open, keep, compute or progress.
         first: First row of the chunk that it is about.
         places: Where the rows of that chunk begin.
         result: A returned value, an exception that stops the job, or LOST.
@@ -256,12 +254,7 @@ class Distribution:
 
 
 class ChunkRunner(Runner):
-    """Computes the chunks of a job with workers; the output is a folder of chunks.
-
-    Attributes:
-        load: Opens the engine, on each worker.
-        workers: Number of workers.
-    """
+    """Computes the chunks with workers, where `load` opens the engine; the output is a folder."""
 
     journal, in_order = ChunkFolder, False
 

@@ -234,12 +234,7 @@ class Job:
         return rows and (rows if last is None else min(rows, last)) - first
 
     def expected(self, done: int | None = None, place: Any = None) -> int | None:
-        """Returns `count`, or an estimate from the bytes of `done` rows, or of those read so far.
-
-        Args:
-            done: Number of the row at `place`.
-            place: See `RowReader.place`.
-        """
+        """Returns `count`, or an estimate from the bytes before row `done` at `place`, or read."""
         if (known := self.count()) is not None:
             return known
         if not (share := self.reader.share(place)):
@@ -440,25 +435,21 @@ class Job:
         return chunk
 
     def _texts(
-        self,
-        journal: Journal,
-        summary: Summary,
-        settings: Mapping[str, Any] | None,
-        output_sha256: str,
+        self, journal: Journal, summary: Summary, settings: Mapping[str, Any] | None, digest: str
     ) -> dict[str, str]:
         """Returns the texts of the summary and the settings."""
         sources = hash_of_hashes(chunk.source_sha256 for chunk in journal.chunks if chunk.rows)
-        summary.made = self._made() | {"source_sha256": sources, "sha256": output_sha256}
-        texts = {SUMMARY: f"{json.dumps(summary.to_dict(), indent=1)}\n"}
+        summary.made = self._made() | {"source_sha256": sources, "sha256": digest}
+        texts = {SUMMARY: summary.document()}
         if settings is not None:
             texts[SETTINGS] = to_toml(settings, summary.plain())
         return texts
 
     def _describe(
-        self, journal: Journal, texts: Callable[[str], Mapping[str, str]], output_sha256: str
+        self, journal: Journal, texts: Callable[[str], Mapping[str, str]], digest: str
     ) -> None:
         """Writes the summary and the settings beside the output."""
-        for suffix, text in texts(output_sha256).items():
+        for suffix, text in texts(digest).items():
             with durable_file(beside(self.output, suffix), journal.folder) as file:
                 file.write(text.encode())
 

@@ -97,15 +97,7 @@ class Chunk(Tally):
 
 
 class Part(NamedTuple):
-    """A file of an output that is a folder.
-
-    Attributes:
-        first: Number of its first row.
-        rows: Number of its rows.
-        size: Its bytes.
-        sha256: Its hash.
-        path: The file.
-    """
+    """A file of an output that is a folder: number of its first row, and of rows and bytes."""
 
     first: int
     rows: int

@@ -1,6 +1,5 @@
 """Joins the outputs of a job's partitions, computed on several machines."""
 
-import json
 import os
 import re
 import shutil
@@ -151,7 +150,7 @@ def merge(
     check_output(out, read, "merge", force=force, what=what)
     if out != STANDARD_STREAM:
         require_writable(out, [SUMMARY])
-    partitions = _checked([*map(_read, paths)])
+    partitions = _complete([*map(_read, paths)], check=True)
     hashes = [partition.record["sha256"] for partition in partitions]
     if out.exists() and not force:
         require_own(out, lambda path: foreign_output(path, "merge"))
@@ -219,14 +218,7 @@ def _describe(summary: Summary, out: Path, digest: str) -> None:
     # Killed after this, the same command goes on; beside another summary it would be refused.
     shutil.rmtree(out) if out.is_dir() else out.unlink(missing_ok=True)
     with atomic_file(beside(out)) as file:
-        file.write(f"{json.dumps(summary.to_dict(), indent=1)}\n".encode())
-
-
-def _checked(partitions: Sequence[_Partition]) -> list[_Partition]:
-    found = _complete(partitions)
-    for partition in found:
-        partition.check()
-    return found
+        file.write(summary.document().encode())
 
 
 def _parts(partitions: Sequence[_Partition], folder: Path) -> list[Part]:
@@ -274,7 +266,7 @@ def _forget_lines(partitions: Sequence[_Partition]) -> None:
 
 def _upload(partitions: Sequence[_Partition], output: RemoteOutput, *, force: bool) -> Summary:
     """Writes the partitions' files to a folder elsewhere."""
-    partitions = _checked(partitions)
+    partitions = _complete(partitions, check=True)
     summary = _joined(partitions)
     former = output.begin(summary.made["fingerprint"], force=force)
     if former is not None and former.get("merged") == summary.made["merged"]:
@@ -285,7 +277,7 @@ def _upload(partitions: Sequence[_Partition], output: RemoteOutput, *, force: bo
 
     def texts(digest: str) -> dict[str, str]:
         summary.made["sha256"] = digest
-        return {SUMMARY: f"{json.dumps(summary.to_dict(), indent=1)}\n"}
+        return {SUMMARY: summary.document()}
 
     with TemporaryDirectory() as folder:
         parts = _parts(partitions, Path(folder))
@@ -299,8 +291,7 @@ def join_remote(output: RemoteOutput, count: int) -> str:
 
     The last one that ends completes it; several at once write the same bytes.
 
-    Returns:
-        What is lacking; "" for nothing.
+    Returns the lack, "" for none.
     """
     names = output.folder.sizes()
     marks = [f".{number}-of-{count}" for number in range(1, count + 1)]
@@ -319,8 +310,11 @@ def join_remote(output: RemoteOutput, count: int) -> str:
     return ""
 
 
-def _complete(partitions: Sequence[_Partition]) -> list[_Partition]:
-    """Returns the partitions in order; refuses them where they are not one whole job."""
+def _complete(partitions: Sequence[_Partition], *, check: bool = False) -> list[_Partition]:
+    """Returns the partitions in order; refuses them where they are not one whole job.
+
+    `check` also reads them, and refuses those that have changed.
+    """
     first, *others = partitions
     for other in others:
         if (first.bytes is None) != (other.bytes is None):
@@ -355,6 +349,8 @@ def _complete(partitions: Sequence[_Partition]) -> list[_Partition]:
             byte, rows = partition.bytes[1], [row, row + partition.record["rows"]]
             found[place] = replace(partition, rows=rows)
         row = (found[place].rows or [0, row])[1]
+    for partition in found if check else ():
+        partition.check()
     return found
 
 

@@ -52,14 +52,8 @@ def check_output(
 ) -> None:
     """Refuses an output whose files would replace an input or somebody else's file.
 
-    Args:
-        output: The output; "-" is standard output, which has no files beside it.
-        inputs: Everything that the command reads.
-        command: "job" or "merge".
-        force: Replace an existing output of the command.
-        foreign_folder: Returns the fault of an existing job folder, see `require_own`; None for a
-            command without a job folder and settings.
-        what: Noun for the inputs in the message.
+    `what` is a noun for the inputs. Only a "job" has a folder and settings, and gives
+    `foreign_folder`: it returns the fault of an existing job folder, see `require_own`.
     """
     if output == STANDARD_STREAM:
         require_apart([output], inputs, what)
@@ -226,13 +220,9 @@ class RemoteOutput:
         """Uploads the parts, then their descriptions; the manifest makes them the output.
 
         Parts that are there already, under the name of their content, are not uploaded again.
-
-        Args:
-            parts: The parts, in order.
-            ending: Ending of their names.
-            texts: Returns the texts of summary and settings, by suffix, given the output's hash.
-            begin: Byte of a partition whose rows are not counted: added to the numbers of rows, it
-                gives names in the same order.
+        `texts` returns summary and settings, by suffix, given the output's hash. `begin` is the
+        byte of a partition whose rows are not counted: added to the numbers of rows, it gives names
+        in the same order.
 
         Raises:
             InputError: The folder cannot be written.
@@ -262,8 +252,7 @@ class RemoteOutput:
         """Makes partitions that are all there one output; see `publish`."""
         self._require(parts)
         summary.made["sha256"] = hash_of_hashes(part["sha256"] for part in parts)
-        text = f"{json.dumps(summary.to_dict(), indent=1)}\n"
-        self.folder.write("_summary.json", text.encode())
+        self.folder.write("_summary.json", summary.document().encode())
         self.folder.write(MANIFEST, b"".join(manifest(parts)))
         self.tidy(parts)
 

@@ -37,11 +37,7 @@ def partition_range(
 ) -> tuple[int, int]:
     """Returns the first row of a partition, and the row after its last; makes counts known.
 
-    Args:
-        reader: The input.
-        target: Targets of its rows.
-        options: With `partition`.
-        folder: The outputs' folder, where the partitions share their counts of lines; None without.
+    Partitions whose outputs lie in one `folder` share their counts of lines there.
     """
     number, partitions = fraction(str(options.partition))
     for each in filter(None, (reader, target)):
@@ -193,15 +189,9 @@ class Plan:
     ) -> None:
         """Begins with all chunks that are not finished.
 
-        Args:
-            first: Number of the job's first row.
-            size: Returns the rows of the chunk that begins at a row, unless the input ends before.
-            workers: Number of workers.
-            end: The row after the last; None if unknown.
-            is_finished: Whether the chunk that begins at a row is finished.
-            boundary: See `RowReader.boundary`.
-            is_ready: Whether it is known where the chunk that begins at a row lies in the input;
-                None if that does not matter.
+        The functions take the first row of a chunk: `size` returns its rows, unless the input ends
+        before; `is_ready`, None if that does not matter, whether it is known where it lies in the
+        input. For `boundary` see `RowReader.boundary`.
         """
         self._first, self._size, self._workers = first, size, workers
         self.end = self._counted = end

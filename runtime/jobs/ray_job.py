@@ -328,12 +328,10 @@ class RayCrew:
         return len(self._workers)
 
     def call(self, worker: int, method: str, *arguments: Any) -> None:
-        """Calls a method of a worker."""
         ref = getattr(self._workers[worker], method).remote(*arguments)
         self._calls[ref] = Call(worker, method, *arguments)
 
     def resources(self) -> str:
-        """Returns a sentence on the free CPUs and GPUs of the cluster, and on lost machines."""
         return resources(self._ray)
 
     def require_alive(self, now: float) -> None:
@@ -355,7 +353,6 @@ class RayCrew:
             )
 
     def returned(self, seconds: float) -> Iterator[Call]:
-        """Yields the calls that have returned, after so many seconds at most."""
         if (now := time.monotonic()) - self._looked >= _LOOK_EVERY:
             self._looked = now
             self.require_alive(now)

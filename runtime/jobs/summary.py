@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -59,11 +60,7 @@ class Tally:
 
     @classmethod
     def of(
-        cls,
-        number: int,
-        result: RowResult,
-        seconds: float,
-        columns: Sequence[str] = (),
+        cls, number: int, result: RowResult, seconds: float, columns: Sequence[str] = ()
     ) -> Tally:
         """Counts the row of a number, perhaps with a result for each of several columns."""
         parts = result.parts if len(columns) > 1 and isinstance(result, PartsResult) else (result,)
@@ -99,6 +96,11 @@ class Tally:
 # Fields of a tally that keep their first value, and fields that add up.
 _FIRSTS = ("first_error", "first_repeated_id")
 _SUMS = [field.name for field in fields(Tally) if field.name not in ("errors", *_FIRSTS)]
+# Counts in the order of OUT.summary.json.
+_RECORDED = (
+    *("rows", "bad_rows", "errors", "first_error", "truncated", "repeated"),
+    *("shared_prompt_tokens", "special_texts", "source_tokens", "target_tokens"),
+)
 
 
 @dataclass
@@ -134,16 +136,7 @@ class Summary(Tally):
         """Returns the record of OUT.summary.json: counts, rates per second, `marks` and `made`."""
         seconds, ids = max(self.seconds, 1e-9), ("repeated_ids", "first_repeated_id")
         return {
-            "rows": self.rows,
-            "bad_rows": self.bad_rows,
-            "errors": self.errors,
-            "first_error": self.first_error,
-            "truncated": self.truncated,
-            "repeated": self.repeated,
-            "shared_prompt_tokens": self.shared_prompt_tokens,
-            "special_texts": self.special_texts,
-            "source_tokens": self.source_tokens,
-            "target_tokens": self.target_tokens,
+            **{name: getattr(self, name) for name in _RECORDED},
             "seconds": round(self.seconds, 3),
             "rows_per_second": round(self.rows / seconds, 1),
             "target_tokens_per_second": round(self.target_tokens / seconds, 1),
@@ -152,6 +145,10 @@ class Summary(Tally):
             **self.marks(),
             **self.made,
         }
+
+    def document(self) -> str:
+        """Returns the content of OUT.summary.json."""
+        return f"{json.dumps(self.to_dict(), indent=1)}\n"
 
     def marks(self) -> dict[str, float | None]:
         """Returns the key figures of scores and of the canary; None where float64 has none."""

@@ -56,13 +56,9 @@ _NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
 
 @dataclass(frozen=True)
 class Dialect:
-    """How a file is read, where its format leaves that open.
+    """How a file is read, where its format leaves that open; see `JobOptions`.
 
-    Attributes:
-        encoding: Encoding of its text. Default: UTF-8, or by its byte order mark.
-        delimiter: Character between two columns. Default: as the format has it.
-        sheet: Name of a workbook's sheet. Default: the only one with rows.
-        pages: Whether the lines may be those of a page in HTML.
+    `pages` tells whether the lines may be those of a page in HTML.
     """
 
     encoding: str | None = None
@@ -174,13 +170,8 @@ def require_text(path: Source | str, lines: Sequence[str]) -> None:
 def find_delimiter(path: Source | str, lines: Sequence[str], usual: str, *, cut: bool) -> str:
     """Returns the delimiter of a table, by its first lines, header included.
 
-    A delimiter fits if all records have as many columns as the header, and more than one.
-
-    Args:
-        path: The file, for messages.
-        lines: Its first lines, with their ends.
-        usual: Delimiter of the format.
-        cut: Whether the file goes on.
+    A delimiter fits if all records have as many columns as the header, and more than one. `usual`
+    is the format's; `cut` tells whether the file goes on behind these lines.
 
     Raises:
         InputError: Several delimiters fit, or the header has another one and some rows have not;

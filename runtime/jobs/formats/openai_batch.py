@@ -307,16 +307,13 @@ def response_line(record: Mapping[str, Any]) -> str:
     """Returns the line of the output for a row.
 
     A line that is no request gets an `error`, every request a `response`, perhaps of an error.
-    Nothing depends on the time, so that the same batch gives the same bytes.
-
-    Args:
-        record: `number` and `id` of the row, its `request` or None, and the `result`.
+    Nothing depends on the time, so that the same batch gives the same bytes. A record has `number`
+    and `id` of the row, its `request` or None, and the `result`.
     """
     number, request, result = record["number"], record["request"], record["result"]
-    line: dict[str, Any] = {"id": f"batch_req_{number}"}
-    line["custom_id"] = record["id"] if isinstance(record["id"], str) else None
+    custom_id, error = record["id"] if isinstance(record["id"], str) else None, result.error
+    line: dict[str, Any] = {"id": f"batch_req_{number}", "custom_id": custom_id}
     line |= {"response": None, "error": None}
-    error = result.error
     if request is None:
         assert error is not None
         line["error"] = {"code": error.kind, "message": error.message}

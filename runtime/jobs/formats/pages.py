@@ -20,11 +20,7 @@ _SIGNATURE, _END = 28, 8
 def require_small_pages(path: Path, metadata: Any) -> None:
     """Raises InputError for a page that takes more memory than a job may, or encrypted columns.
 
-    Of these pyarrow 26 has no sizes, and ends the process.
-
-    Args:
-        path: A file.
-        metadata: Its metadata, as pyarrow gives them.
+    Of these pyarrow 26 has no sizes, and ends the process. The metadata are pyarrow's.
     """
     with path.open("rb") as file:
         file.seek(-_END, os.SEEK_END)

@@ -91,18 +91,10 @@ def open_reader(
     delimiter: str | None = None,
     sheet: str | None = None,
 ) -> RowReader:
-    """Opens a file of rows and reads its header.
+    """Opens a file of rows and reads its header; for the settings see `JobOptions`.
 
-    Args:
-        path: The file; "-" is standard input. Files of lines may be gzip, zstd, bz2 or xz.
-        format: Format. Default: from the name.
-        column: Field that holds the text, or several. Default: `text` or `source`, or the only one
-            besides `id`.
-        lists: Whether the column holds lists, of messages or of token ids; only JSONL has lists.
-        languages: Columns with the languages of the text and of its answer.
-        encoding: Encoding of lines. Default: UTF-8, or by the byte order mark.
-        delimiter: Character between the columns of TSV and CSV. Default: found for CSV.
-        sheet: Sheet of a workbook. Default: the only one with rows.
+    `lists` tells that the column holds lists, of messages or of token ids; `languages` are the
+    columns with the languages of the text and of its answer.
 
     Raises:
         InputError: The file cannot be read, lacks the column, or has two of one name.

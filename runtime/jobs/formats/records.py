@@ -45,8 +45,8 @@ class ColumnChoice:
         for name in (name for name, value in given.items() if value):
             raise UsageError(Option(name), f" has no effect on {format} output; leave it out")
 
-    def repeats(self, rows: Layout) -> _Chosen:
-        """Returns which columns of an input are repeated.
+    def repeats(self, rows: Layout) -> Callable[[str], bool]:
+        """Returns whether a column of an input is repeated, by its name.
 
         Raises:
             UsageError: The input lacks a column, or the first rows of JSONL, if they are known.
@@ -67,19 +67,11 @@ class ColumnChoice:
                 hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(known)}"
                 told = f"{rows.path} has no column {name}{place} for "
                 raise UsageError(told, Option(option), f"; {hint}")
-        return _Chosen(frozenset(named), drops=option == "drop")
+        chosen, drops = frozenset(named), option == "drop"
+        return lambda name: (name in chosen) is not drops
 
 
 EVERY = ColumnChoice()
-
-
-@dataclass(frozen=True)
-class _Chosen:
-    names: frozenset[str]
-    drops: bool
-
-    def __contains__(self, name: str) -> bool:
-        return (name in self.names) is not self.drops
 
 
 def _listed(value: str, known: Collection[str]) -> Sequence[str]:
@@ -97,7 +89,7 @@ class OutputColumns:
         is_table: Whether all rows have the same columns.
         source: All columns of the input's table, in order; empty for other inputs.
         repeated: Columns of the input that every row has, in order.
-        chosen: Fields that are repeated where rows have their own.
+        repeats: Whether a field is repeated where rows have their own.
         own: For each text the names of its answer's columns, by the task's names.
         kinds: Types of the answers' columns, by name, in order.
     """
@@ -106,7 +98,7 @@ class OutputColumns:
     is_table: bool
     source: tuple[str, ...]
     repeated: tuple[str, ...]
-    chosen: _Chosen
+    repeats: Callable[[str], bool]
     own: Sequence[Mapping[str, str]]
     kinds: Mapping[str, Kind]
     numbers: bool = True
@@ -122,15 +114,14 @@ class OutputColumns:
 
     def record(self, row: InputRow, result: RowResult, n_best: int) -> dict[Any, Any]:
         """Returns the values of a row by name; `ARROW` stands for columns that Arrow repeats."""
-        id = row.number if row.id is None and self.numbers else row.id
-        found: dict[Any, Any] = {"id": id} if self.identified else {}
-        if row.arrow is not None and not self.identified:
-            found[ARROW] = row.arrow
-        if not self.identified:
+        found: dict[Any, Any]
+        if self.identified:
+            found = {"id": row.number if row.id is None and self.numbers else row.id}
+            found |= {name: row.fields[name] for name in row.fields if self.repeats(name)}
+        else:
+            found = {} if row.arrow is None else {ARROW: row.arrow}
             cells = zip(self.source, row.cells or (), strict=False)
             found |= {name: value for name, value in cells if name in self.repeated}
-        else:
-            found |= {name: row.fields[name] for name in row.fields if name in self.chosen}
         results = result.parts if row.others and isinstance(result, PartsResult) else (result,)
         for names, one in zip(self.own, results, strict=True):
             values = one.cells(n_best) if self.is_table else one.record(n_best)
@@ -144,23 +135,14 @@ def output_columns(
     """Returns the columns of an output.
 
     A name of ours that the input has too gets `PREFIX`; with several texts, that of the text's
-    column before it.
-
-    Args:
-        rows: The input.
-        own: The task's columns with their types.
-        answer: Name of the column of the answer.
-        choice: The user's choice.
-        is_table: Whether the output is a table.
+    column before it. `own` has the types of the task's columns, `answer` the name of one of them.
 
     Raises:
         UsageError: A chosen name is not there, or taken.
     """
-    chosen, texts = choice.repeats(rows), (rows.column, *rows.others)
+    repeats, texts = choice.repeats(rows), (rows.column, *rows.others)
     keeps_table = bool(rows.names) and is_table
-    repeated = tuple(
-        name for name in (rows.names if keeps_table else rows.columns) if name in chosen
-    )
+    repeated = tuple(filter(repeats, rows.names if keeps_table else rows.columns))
     if choice.output and len(choice.output) != len(texts):
         expected = "one name" if len(texts) == 1 else f"{len(texts)} names, one a column"
         raise UsageError(
@@ -180,7 +162,7 @@ def output_columns(
     for place, text in enumerate(texts):
         found = {}
         for name in own:
-            if name == "source" and (keeps_table or text not in chosen):
+            if name == "source" and (keeps_table or not repeats(text)):
                 continue
             if name == answer and choice.output:
                 found[name] = choice.output[place]
@@ -194,7 +176,7 @@ def output_columns(
         is_table=is_table,
         source=rows.names,
         repeated=repeated,
-        chosen=chosen,
+        repeats=repeats,
         own=names,
         kinds=kinds,
     )
@@ -261,9 +243,10 @@ class RowWriter(ABC):
             return row
         if not self.columns.identified:
             return self._admit_cells(self.columns, row)
-        fields = ((name, row.fields[name]) for name in row.fields if name in self.columns.chosen)
         names = [
-            name for name, value in fields if not (self.columns.holds(name) and self._holds(value))
+            name
+            for name in filter(self.columns.repeats, row.fields)
+            if not (self.columns.holds(name) and self._holds(row.fields[name]))
         ]
         kept = {name: value for name, value in row.fields.items() if name not in names}
         names += [] if self._holds_id(row.id) else ["id"]

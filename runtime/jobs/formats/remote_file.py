@@ -76,16 +76,15 @@ class RemoteFile:
             InputError: There is no such file, or it cannot be read.
             UsageError: The package for such URLs is not installed.
         """
-        with _told(self.url):
-            if self._is_http:
-                from transferry.runtime.io.http_file import HttpFile
+        if self._is_http:
+            from transferry.runtime.io.http_file import HttpFile
 
+            with _told(self.url):
                 yield io.BufferedReader(HttpFile(self.url, str(self)), 1 << 18)
-                return
-            system, path = import_fsspec(self.url).core.url_to_fs(self.url)
-            # Not fsspec.open, whose block size s3fs takes for an option of its session.
-            with system.open(path, "rb", block_size=_BLOCK) as file:
-                yield io.BufferedReader(cast(io.RawIOBase, file), 1 << 18)
+            return
+        # Not fsspec.open, whose block size s3fs takes for an option of its session.
+        with _store(self.url) as (system, path), system.open(path, "rb", block_size=_BLOCK) as file:
+            yield io.BufferedReader(cast(io.RawIOBase, file), 1 << 18)
 
     @property
     def _is_http(self) -> bool:
@@ -96,8 +95,7 @@ class RemoteFile:
         if self._is_http:
             with self.opened() as file:
                 return cast(Any, file.raw).version  # type: ignore[no-any-return]
-        with _told(self.url):
-            system, path = import_fsspec(self.url).core.url_to_fs(self.url)
+        with _store(self.url) as (system, path):
             system.invalidate_cache()
             known = system.info(path)
             return tuple(str(known[name]) for name in _VERSION if known.get(name) is not None)
@@ -106,8 +104,7 @@ class RemoteFile:
         """Returns the files that a pattern with *, ? or [] names, in order; else itself."""
         if not set("*[") & set(self.url):
             return [self]
-        with _told(self.url):
-            system, path = import_fsspec(self.url).core.url_to_fs(self.url)
+        with _store(self.url) as (system, path):
             found = sorted(system.unstrip_protocol(name) for name in system.glob(path))
         if not found:
             raise InputError(f"{self}: expected files of this pattern, found no file")
@@ -146,8 +143,7 @@ class RemoteFolder:
         # A file in memory is lost when the process ends.
         if self.url.partition("://")[0].lower() in ("http", "https", "memory"):
             raise UsageError(f"{self}: cannot be written: name a store, such as s3:// or gs://")
-        with _told(self.url, "written"):
-            system, path = import_fsspec(self.url).core.url_to_fs(self.url)
+        with _store(self.url, "written") as (system, path):
             yield system, path.rstrip("/")
 
     def sizes(self) -> dict[str, int]:
@@ -170,10 +166,8 @@ class RemoteFolder:
         """Returns the files of a pattern in it; none over http, where no table is written."""
         if self.url.startswith("http"):
             return []
-        with _told(self.url):
-            system, path = import_fsspec(self.url).core.url_to_fs(self.url)
-            with suppress(FileNotFoundError):
-                return list(system.glob(f"{path.rstrip('/')}/{pattern}"))
+        with _store(self.url) as (system, path), suppress(FileNotFoundError):
+            return list(system.glob(f"{path.rstrip('/')}/{pattern}"))
         return []
 
     def read(self, name: str) -> bytes:
@@ -209,6 +203,15 @@ class RemoteFolder:
         parent = path.rpartition("/")[0]
         if parent and system.isdir(parent) and not system.isdir(path):
             system.makedirs(path, exist_ok=True)
+
+
+@contextmanager
+def _store(url: str, done: str = "read") -> Iterator[tuple[Any, str]]:
+    """Gives fsspec's file system of a URL, and the path there; converts exceptions as `_told`."""
+    with _told(url, done):
+        with from_extra("remote", f"{shown_url(url)} needs fsspec"):
+            import fsspec
+        yield fsspec.core.url_to_fs(url)
 
 
 @contextmanager
@@ -257,10 +260,3 @@ def _of_a_back_end(error: Exception) -> bool:
     """Whether an exception is one of reading, by fsspec or a package that it uses."""
     package = type(error).__module__.partition(".")[0]
     return package not in _READERS or (package == "builtins" and isinstance(error, OSError))
-
-
-def import_fsspec(url: str) -> Any:
-    """Returns fsspec; raises UsageError where it is not installed."""
-    with from_extra("remote", f"{shown_url(url)} needs fsspec"):
-        import fsspec
-    return fsspec

@@ -244,11 +244,9 @@ class RowReader(ABC):
         cells = tuple(map(fields.get, layout.names)) if layout.names else None
         text = self._text(fields, layout.column)
         others = tuple(self._text(fields, name) for name in layout.others)
-        languages: list[str | None] = []
-        for column in self.languages:
-            language = fields.get(column) if column is not None else None
-            languages.append(None if language is None else as_text(language) or None)
-        id, spoken = fields.pop("id", None), (languages[0], languages[1])
+        named = (column if column is None else fields.get(column) for column in self.languages)
+        source, target = (None if each is None else as_text(each) or None for each in named)
+        id, spoken = fields.pop("id", None), (source, target)
         return InputRow(number, id, text, fields, raw, languages=spoken, others=others, cells=cells)
 
     def _text(self, fields: Fields, column: str) -> str | RowError:
@@ -273,15 +271,12 @@ def read_rows(
         InputError: A file cannot be read, or one of the two ends before the other.
     """
     rows = reader.rows(first, last)
-    return rows if target is None else _paired(rows, target.rows(first, last), target.layout.path)
-
-
-def _paired(
-    rows: Iterator[InputRow], others: Iterator[InputRow], path: Source | str
-) -> Iterator[InputRow]:
-    for row, other in zip_longest(rows, others):
+    if target is None:
+        yield from rows
+        return
+    for row, other in zip_longest(rows, target.rows(first, last)):
         if row is None or other is None:
-            longer = f"{path} goes on" if row is None else f"{path} ends"
+            longer = f"{target.layout.path} {'goes on' if row is None else 'ends'}"
             raise InputError(
                 f"{longer} after row {(row or other).number} of the other input; give files of "
                 "equal length"

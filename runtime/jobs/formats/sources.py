@@ -58,9 +58,6 @@ def open_sources(inputs: Inputs) -> list[Source]:
 def expand(names: Sequence[Source | str]) -> list[Source]:
     """Returns the files that paths, patterns, URLs and dataset folders stand for, in order.
 
-    Args:
-        names: Of at least one input; "-" is standard input. The files of a pattern are sorted.
-
     Raises:
         InputError: A pattern names no file, a folder is no dataset, or a file is one of a table
             that a log describes.

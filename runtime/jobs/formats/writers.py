@@ -63,17 +63,11 @@ def open_writer(
     width: int = 0,
     choice: ColumnChoice = EVERY,
 ) -> RowWriter:
-    """Returns the writer of a job's output.
+    """Returns the writer of a job's output; "-" is standard output.
 
-    Args:
-        path: The output; "-" is standard output. Lines are compressed as the name says.
-        format: Format. Default: from the name, else that of the task.
-        rows: The input.
-        task: Name of the task.
-        kinds: Columns of the task in a table. Default: those of its class.
-        n_best: Limit on the hypotheses of a row; above 1, and for requests, tables list them.
-        width: Length of the vectors of embed.
-        choice: Choice of columns.
+    Lines are compressed as the name says. `kinds` are the task's columns in a table, by default
+    those of its class; `width` is the length of the vectors of embed. With `n_best` above 1, and
+    for requests, tables list all hypotheses.
 
     Raises:
         UsageError: The task has no such format, it cannot go there, or a package is missing; or a
@@ -105,23 +99,18 @@ def open_writer(
         {**kinds, **kind.in_json}, format, n_best=n_best > 1 or rows.format == "openai"
     )
     columns = output_columns(rows, own, kind.answer, choice, is_table=format != "jsonl")
-    _require_names(rows, columns.names if format == "tsv" else ())
+    for name in columns.names if format == "tsv" else ():
+        if name != name.translate(_AS_SPACE):
+            raise UsageError(
+                f"{rows.path}: tsv cannot hold the name of the column {name!r}; leave it out with ",
+                *(Option("drop"), ", or choose another ", Option("format")),
+            )
     schema = _schema(rows, columns, width) if format == "parquet" else None
     table: dict[str, Any] = {"delimiter": rows.delimiter, "mark": rows.mark}
     writer = join_writer(format, compression, names=columns.names, schema=schema, **table)
     if isinstance(writer, _TsvWriter) and rows.format == "tsv":
         writer = replace(writer, verbatim=frozenset(columns.repeated))
     return replace(writer, columns=columns)
-
-
-def _require_names(rows: Layout, names: Sequence[str]) -> None:
-    """Raises UsageError for a name of a column that TSV cannot hold."""
-    for name in names:
-        if name != name.translate(_AS_SPACE):
-            raise UsageError(
-                f"{rows.path}: tsv cannot hold the name of the column {name!r}; leave it out with ",
-                *(Option("drop"), ", or choose another ", Option("format")),
-            )
 
 
 def join_writer(
@@ -136,14 +125,7 @@ def join_writer(
 ) -> RowWriter:
     """Returns a writer of a job that can at least join its files.
 
-    Args:
-        format: The format.
-        compression: That of lines.
-        names: All columns of TSV and CSV.
-        schema: Schema of Parquet.
-        width: Length of the vectors of npy.
-        delimiter: Character between the columns of CSV.
-        mark: Byte order mark in front of TSV and CSV.
+    TSV and CSV need the `names` of all columns, Parquet a `schema`, npy a `width` of vectors.
     """
     if format == "npy":
         return _NpyWriter(format=format, width=width)
@@ -260,11 +242,10 @@ class _CsvWriter(_LineWriter):
     def joined(self, record: Record) -> str:
         """Returns the line of a record."""
         cells = (cell_text(record.get(name)) for name in self.names)
-        # With both characters in its line terminator, csv quotes fields with either of them;
-        # writerow passes on the result of `write`.
-        writer = csv.writer(_Echo(), delimiter=self.delimiter, lineterminator="\r\n")
-        line: str = writer.writerow(cells)
-        return line.removesuffix("\r\n") + "\n"
+        # With both characters in its line terminator, csv quotes fields with either of them.
+        line = io.StringIO()
+        csv.writer(line, delimiter=self.delimiter, lineterminator="\r\n").writerow(cells)
+        return line.getvalue().removesuffix("\r\n") + "\n"
 
     def _numbered(self, blocks: Iterable[bytes], first: int) -> Iterator[bytes]:
         # Only of a text, where no row has an id.
@@ -319,11 +300,6 @@ def _json_line(record: Record) -> str:
 
 
 _to_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=json_value).encode
-
-
-class _Echo:
-    def write(self, line: str) -> str:
-        return line
 
 
 def _lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
