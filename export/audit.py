@@ -24,7 +24,7 @@ from transferry.export.checks.numbers import (
 )
 from transferry.export.checks.searches import Search, Text
 from transferry.export.checks.task_metrics import task_metrics, token_agreement
-from transferry.export.checks.texts import given_answers, passage, readings
+from transferry.export.checks.texts import feeding, given_answers, passage, readings
 from transferry.export.checks.unrounded import told, tolerance_of_floats, without_rounding
 from transferry.export.faults.foreign_faults import foreign_faults
 from transferry.export.faults.gate import Gate
@@ -270,7 +270,8 @@ class Audit:
         texts = self.text.sources
         if subject.decodes and texts:
             yield from self.searches(subject)
-            yield given_answers(subject, self.oracle, self._fed, len(texts), "given answers")
+            fed = partial(feeding, self.text, self.oracle.special)
+            yield given_answers(subject, self.oracle, fed, len(texts), "given answers")
         elif subject.tensors & {"logits", "head"} and texts:
             head = self.checkpoint.head if "head" in subject.tensors else None
             yield readings(subject, self.oracle, texts, head)
@@ -317,18 +318,6 @@ class Audit:
             return made.check(self.oracle, best=name if (name, way) == (RECORDED[0], ALONE) else "")
 
         return [check(name, *way) for name in self.text.searches for way in ways]
-
-    def _fed(self, so_far: Findings) -> list[tuple[Sequence[int], Sequence[int]]]:
-        """Returns source and target of each row to feed: torch's greedy answers."""
-        special, encodes = self.oracle.special, self.oracle.config.encoder_layers
-        return [
-            (text, [special.bos_id, *wanted.scored_tokens])
-            if encodes
-            else (text[:1], [*text[1:], *wanted.scored_tokens])
-            for text, (wanted, _) in zip(
-                self.text.sources, so_far.best.get("greedy", []), strict=False
-            )
-        ]
 
     def gate(
         self, subject: ForeignFolder, precision: str, atol: float | None = None

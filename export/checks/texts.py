@@ -41,13 +41,18 @@ Fed = Callable[[Findings], Sequence[tuple[Sequence[int], Sequence[int]]]]
 def feeding(
     text: Text, special: SpecialTokens, so_far: Findings
 ) -> list[tuple[Sequence[int], Sequence[int]]]:
-    """Returns source and target of each row to feed; without an encoder the target alone."""
-    config, fed = text.config, text.fed
-    if fed is None:
-        fed = [[special.bos_id, *wanted.scored_tokens] for wanted, _ in so_far.best["greedy"]]
+    """Returns source and target of each row to feed, by default torch's greedy answers."""
+    encodes, most = text.config.encoder_layers, text.config.max_positions + 1
+    if text.fed is not None:
+        rows = zip(text.sources, text.fed, strict=True)
+        return [(source if encodes else [], target[:most]) for source, target in rows]
+    if (best := so_far.best.get("greedy")) is None:  # of another tool's graphs that do not run
+        return []
     return [
-        (source if config.encoder_layers else [], target[: config.max_positions + 1])
-        for source, target in zip(text.sources, fed, strict=True)
+        (source, [special.bos_id, *wanted.scored_tokens][:most])
+        if encodes
+        else (source[:1], [*source[1:], *wanted.scored_tokens])
+        for source, (wanted, _) in zip(text.sources, best, strict=True)
     ]
 
 

@@ -124,11 +124,6 @@ class Oracle:
             self._truths[key] = case, found
         return found
 
-    @property
-    def doubts(self) -> bool:
-        """Whether torch in float32 can tell that the oracle is not needed; see `nearby`."""
-        return not self.rounds and self.tolerance.factor == Tolerance.factor
-
     def compared(
         self,
         case: Case,
@@ -144,7 +139,8 @@ class Oracle:
         chance round that to much less than its usual error. So an error beyond its limit is
         compared with the largest error of several roundings.
         """
-        if expected is None and self.doubts and not (case.measured or self.config.has_head):
+        plain = not self.rounds and self.tolerance.factor == Tolerance.factor
+        if expected is None and plain and not (case.measured or self.config.has_head):
             items = compare(case, self.truth(case, SINGLE), found, self.tolerance, only)
             if are_near(items):
                 return items
@@ -232,7 +228,8 @@ class Oracle:
             yield from self._expected[key]
             return
         kept = []
-        for batch in self._at_once(sources, options, rows):
+        lengths = [len(source) for source in sources]
+        for batch in length_batches(lengths, rows or max(1, self.rows // options.beam), 4096):
             chosen = [sources[row] for row in batch]
             begun = prefixes and [prefixes[row] for row in batch]
             asked = self.reference, chosen, replace(options, scores=True), self.special
@@ -244,21 +241,15 @@ class Oracle:
 
     def trained_answers(
         self, sources: Sequence[Sequence[int]], options: GenerationOptions
-    ) -> list[list[Hypothesis]]:
+    ) -> list[Sequence[Hypothesis]]:
         """Searches with the model as trained."""
-        answers: list[list[Hypothesis]] = [[]] * len(sources)
-        for rows in self._at_once(sources, options):
-            chosen = [sources[row] for row in rows]
-            found = search(self.trained, chosen, options, self.special, row_ids=rows)
-            for row, hypotheses in zip(rows, found, strict=True):
-                answers[row] = hypotheses
-        return answers
-
-    def _at_once(
-        self, sources: Sequence[Sequence[int]], options: GenerationOptions, rows: int | None = None
-    ) -> list[list[int]]:
-        lengths = [len(source) for source in sources]
-        return length_batches(lengths, rows or max(1, self.rows // options.beam), 4096)
+        trained = replace(self, reference=self.trained, _expected={})
+        found = {
+            row: hypotheses
+            for batch in trained.expected(sources, options)
+            for row, hypotheses in zip(batch.rows, batch.hypotheses, strict=True)
+        }
+        return [found[row] for row in range(len(sources))]
 
     def explainer(self, decoder: Decoder[Any], options: GenerationOptions) -> Explainer:
         """Returns a judge of differences between the reference's tokens and a decoder's."""

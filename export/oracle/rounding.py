@@ -156,7 +156,9 @@ def _rows(model: Transformer, activations: Mapping[str, Activation]) -> dict[str
         if (activation := activations.get(name)) is None and name != "embedding.weight":
             continue
         # An embedding that is not tied is only looked up.
-        rounding = _unrounded if activation is None else _round_activation(activation)
+        rounding: Any = _unrounded
+        if activation is not None:
+            rounding = partial(_round_input, activation=activation)
         weight, wide = parameter.detach().cpu(), () if activation is None else activation.wide
         integers, scales = map(torch.from_numpy, quantised(weight.numpy(), wide=wide))
         exact = weight[:, list(wide)] if wide else None
@@ -170,15 +172,9 @@ def _unrounded(x: Tensor, shift: Shift) -> Tensor:
     return x
 
 
-def _round_activation(activation: Activation) -> Any:
+def _round_input(x: Tensor, shift: Shift, activation: Activation) -> Tensor:
     zero, wide = activation.zero_point, list(activation.wide)
-    return partial(_round_with, scale=activation.scale, least=-zero, most=255 - zero, wide=wide)
-
-
-def _round_with(
-    x: Tensor, shift: Shift, scale: float, least: int, most: int, wide: list[int]
-) -> Tensor:
-    rounded = round_to(x, scale, shift, least, most)
+    rounded = round_to(x, activation.scale, shift, -zero, 255 - zero)
     if wide:
         rounded[..., wide] = x[..., wide]
     return rounded

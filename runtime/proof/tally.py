@@ -221,9 +221,14 @@ class Tally:
             )
             defects = [*defects, Difference(0, message, wrong_score=True)]
 
+        def told(one: Difference) -> Difference:
+            if decode is None or one.row not in self._differing:
+                return one
+            source, expected, found = map(decode, self._differing[one.row])
+            return replace(one, source=source, expected=expected, found=found)
+
         def listed(differences: Iterable[Difference]) -> list[Difference]:
-            ordered = sorted(differences, key=lambda item: item.row)
-            return ordered if decode is None else [self._with_texts(i, decode) for i in ordered]
+            return [told(one) for one in sorted(differences, key=lambda item: item.row)]
 
         return Decisions(
             self._search,
@@ -235,12 +240,6 @@ class Tally:
             listed(defects),
             listed(self._tolerated),
         )
-
-    def _with_texts(self, difference: Difference, decode: Decode) -> Difference:
-        if (tokens := self._differing.get(difference.row)) is None:
-            return difference
-        source, expected, found = map(decode, tokens)
-        return replace(difference, source=source, expected=expected, found=found)
 
 
 def _grouped(

@@ -175,13 +175,9 @@ class _Resource(Struct, kw_only=True):
     digest: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 
 
-class _Digest(Struct):
-    sha256: str
-
-
 class _Subject(Struct, kw_only=True):
     name: str = "bundle"
-    digest: _Digest
+    digest: dict[str, str]
 
 
 class _Serialization(Struct):
@@ -215,7 +211,7 @@ def statement(files: Mapping[str, str], report: Mapping[str, Any]) -> bytes:
     record = _Statement(
         type="https://in-toto.io/Statement/v1",
         predicate_type="https://model_signing/signature/v1.0",
-        subject=[_Subject(digest=_Digest(_root(resources)))],
+        subject=[_Subject(digest={"sha256": _root(resources)})],
         predicate=_Predicate(resources=resources, report={"format": FORMAT, **report}),
     )
     return json.dumps(msgspec.to_builtins(record), indent=1, ensure_ascii=False).encode()
@@ -225,7 +221,7 @@ def read_statement(payload: bytes) -> tuple[dict[str, str], dict[str, Any]]:
     """Returns files and report of a statement; raises one of MALFORMED for anything else."""
     found = msgspec.convert(decode(payload), _Statement)
     resources, report = found.predicate.resources, found.predicate.report
-    if found.subject[0].digest.sha256 != _root(resources):
+    if found.subject[0].digest["sha256"] != _root(resources):
         raise ValueError("the digest of its subject is not that of its files")
     files = {one.name: one.digest for one in resources}
     if len(files) < len(resources):

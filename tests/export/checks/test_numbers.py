@@ -1,6 +1,7 @@
 """Every position is compared one token a step and every size of a batch; a wrong one is named."""
 
 import copy
+from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -37,6 +38,11 @@ from transferry.runtime.proof.report import worst_ratio
 from transferry.runtime.proof.units import LEAST
 
 
+def as_kind(kind: type[Oracle], oracle: Oracle) -> Oracle:
+    """The oracle with the methods of a subclass."""
+    return kind(**{each.name: getattr(oracle, each.name) for each in fields(oracle)})
+
+
 def walked(oracle: Oracle, decoder: PortableDecoder) -> Findings:
     return prove([positions(OpenedModel(decoder), oracle)])
 
@@ -51,40 +57,36 @@ def test_walk_reaches_the_last_position(oracle: Oracle, decoder: PortableDecoder
     assert not walk.failing
 
 
+class Changed(PortableDecoder):
+    """A decoder whose logits a function of them and the tokens changes."""
+
+    def __init__(self, bundle: Bundle, change: Callable[[Any, Any], Any]) -> None:
+        super().__init__(bundle, bundle.variant(), SessionOptions())
+        self.change = change
+
+    def step(self, tokens: Any, state: Any, **wanted: Any) -> Any:
+        output, later = super().step(tokens, state, **wanted)
+        return StepOutput(self.change(output.all_logits, tokens)), later
+
+
+def larger(logits: Any, wrong: bool) -> Any:
+    """Logits, 1 % too large if they shall be wrong."""
+    return logits * np.float32(1.01 if wrong else 1.0)
+
+
 @pytest.mark.parametrize("wrong", [3, 41])
-def test_one_wrong_position_is_named(
-    oracle: Oracle, decoder: PortableDecoder, monkeypatch: pytest.MonkeyPatch, wrong: int
-) -> None:
-    step, calls = PortableDecoder.step, iter(range(10_000))
-
-    def spoiled(self: PortableDecoder, tokens: Any, state: Any, **wanted: Any) -> Any:
-        output, later = step(self, tokens, state, **wanted)
-        factor = np.float32(1.01 if next(calls) == wrong else 1.0)
-        return StepOutput(output.all_logits * factor), later
-
-    monkeypatch.setattr(PortableDecoder, "step", spoiled)
-    walk = walked(oracle, decoder)
+def test_one_wrong_position_is_named(oracle: Oracle, bundle: Bundle, wrong: int) -> None:
+    calls = iter(range(10_000))
+    walk = walked(oracle, Changed(bundle, lambda each, _: larger(each, next(calls) == wrong)))
     found = walk.comparisons
     assert [bool(item.fault) for item in found].count(True) == 1
     (case,) = walk.failing
     assert (case.name, case.past, case.target.shape[1]) == (f"position {wrong}", wrong, wrong + 1)
 
 
-class WrongInBatch(PortableDecoder):
-    """Gives scores that are 1 % too large in batches of one size."""
-
-    size = 0
-
-    def step(self, tokens: Any, state: Any, **wanted: Any) -> Any:
-        output, later = super().step(tokens, state, **wanted)
-        factor = np.float32(1.01 if len(tokens) == self.size else 1.0)
-        return StepOutput(output.all_logits * factor), later
-
-
 @pytest.mark.parametrize("size", [0, 2, 37, 70])
 def test_one_wrong_size_of_a_batch_is_named(oracle: Oracle, bundle: Bundle, size: int) -> None:
-    wrong = WrongInBatch(bundle, bundle.variant(), SessionOptions())
-    wrong.size = size
+    wrong = Changed(bundle, lambda logits, tokens: larger(logits, len(tokens) == size))
     found = prove([batch_sizes(OpenedModel(wrong), oracle, many_rows(oracle.config, 70))])
     wrong_tensors = [item.tensor for item in found.comparisons if item.fault]
     assert wrong_tensors == (["logits"] if size else [])
@@ -92,21 +94,17 @@ def test_one_wrong_size_of_a_batch_is_named(oracle: Oracle, bundle: Bundle, size
     assert [len(case.source) for case in found.failing] == ([size] if size else [])
 
 
-class WrongForEqualRows(PortableDecoder):
+class WrongForEqualRows(Changed):
     """Gives scores that are 1 % too large where two sources are equal."""
 
     def start(self, source: Any, mask: Any) -> Any:
-        alike = (source[1:] == source[:-1]).all(axis=1)
-        self.factor = np.float32(1.01 if alike.any() else 1.0)
+        alike = (source[1:] == source[:-1]).all(axis=1).any()
+        self.change = lambda logits, _: larger(logits, alike)
         return super().start(source, mask)
-
-    def step(self, tokens: Any, state: Any, **wanted: Any) -> Any:
-        output, later = super().step(tokens, state, **wanted)
-        return StepOutput(output.all_logits * self.factor), later
 
 
 def test_rows_are_equal_in_some_cases(oracle: Oracle, bundle: Bundle) -> None:
-    wrong = WrongForEqualRows(bundle, bundle.variant(), SessionOptions())
+    wrong = WrongForEqualRows(bundle, larger)
     cases = [case for case in sizes(oracle.config) if case.source.shape == (7, 13)]
     found = compare_cases(oracle, wrong, cases[:1])
     assert [item.tensor for item in found if item.fault] == ["logits"]
@@ -149,18 +147,6 @@ def test_a_lucky_rounding_of_torch_accuses_no_other_and_excuses_no_fault(oracle:
     assert any(one.fault for one in lucky.compared(case, wrong))
 
 
-class Rounding(PortableDecoder):
-    """Rounds logits by so many float32 units, which torch by chance does not."""
-
-    units = 30
-
-    def step(self, *given: Any, **settings: Any) -> tuple[StepOutput, Any]:
-        output, state = super().step(*given, **settings)
-        moved = output.all_logits
-        moved[..., ::2] *= np.float32(1 + self.units * 2.0**-23)
-        return StepOutput(moved), state
-
-
 @pytest.mark.parametrize("check", ["positions", "batch sizes", "text"])
 @pytest.mark.parametrize("units", [30, 3000])
 def test_a_walk_batches_and_text_are_compared_with_several_roundings(
@@ -175,9 +161,9 @@ def test_a_walk_batches_and_text_are_compared_with_several_roundings(
             moved = {**sides[0], "logits": sides[0]["logits"] * (1 + signs)}
             return [*sides[:2], *[moved] * len(sides[2:])], least
 
-    shaken = Shaken(**{each.name: getattr(oracle, each.name) for each in fields(oracle)})
-    model = Rounding(bundle, bundle.variant(), SessionOptions())
-    model.units = units
+    shaken = as_kind(Shaken, oracle)
+    # By so many float32 units, which torch by chance does not round.
+    model = Changed(bundle, lambda logits, _: rounded(logits, units).astype(np.float32))
     made = {
         "positions": lambda: positions(OpenedModel(model), shaken, 8),
         "batch sizes": lambda: batch_sizes(OpenedModel(model), shaken, many_rows(oracle.config, 6)),
@@ -201,7 +187,7 @@ def test_what_is_near_its_limit_is_compared_with_many_roundings(
             moved = {**sides[0], "logits": rounded(sides[0]["logits"], units)}
             return [*sides, *[moved] * (shakes == MORE_SHAKES)], least
 
-    seldom = Seldom(**{each.name: getattr(oracle, each.name) for each in fields(oracle)})
+    seldom = as_kind(Seldom, oracle)
     case = random_case(oracle.config, 3, 5, 2, seed=7)
     found = dict(observe(oracle.reference, case))
     found["logits"] = rounded(found["logits"], units)
@@ -223,7 +209,7 @@ def test_only_what_is_not_near_torch_is_measured_in_float64(oracle: Oracle) -> N
             asked.extend([case] * (shakes != SINGLE))
             return super().truth(case, shakes)
 
-    watched = Watched(**{each.name: getattr(oracle, each.name) for each in fields(oracle)})
+    watched = as_kind(Watched, oracle)
     assert not any(item.fault for item in watched.compared(case, honest))
     assert not asked
     # torch's own error, and so the limit, depends on the processor.
