@@ -174,6 +174,9 @@ def _joined(
     head = replace(given, longest=longest, rank=own.rank)
     if sentence.scores:
         return replace(head, template=joined_by(pretrained, tokenizer, sentence)), shape
+    if any(map(tokenizer.looks_special, own.prompts.values())):
+        told = "texts without special tokens, which would be read as text"
+        sentence.files[0][1].refuse("prompts", own.prompts, told)
     return replace(head, prompts=own.prompts, default_prompt=own.default_prompt), shape
 
 

@@ -205,6 +205,7 @@ def typed(name: str) -> Any:
         ("config_sentence_transformers.json", {"default_prompt_name": ["x"]}, "a name of prompts"),
         ("sentence_bert_config.json", {"max_seq_length": "8"}, "must be a whole number"),
         ("config_sentence_transformers.json", {"prompts": ["a"]}, "supported: texts by name"),
+        ("config_sentence_transformers.json", {"prompts": {"a": "a<s>"}}, "without special tokens"),
         ("config_sentence_transformers.json", {"default_prompt_name": "x"}, "a name of prompts"),
         ("config_sentence_transformers.json", {"model_type": "SparseEncoder"}, "SparseEncoder"),
     ],
