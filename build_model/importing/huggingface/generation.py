@@ -271,10 +271,10 @@ class _Reader:
         if self.settings.flag("force_bos_token_to_be_generated", False) and old:
             begin = self._ids("bos_token_id")
         if begin:
-            if self.has_encoder and len(begin) == 1:
-                if begin[0] in self.ends:
+            if self.has_encoder:
+                if len(begin) > 1 or begin[0] in self.ends:
                     supported = "a token that ends no answer; else all are empty"
-                    self.settings.refuse("forced_bos_token_id", begin[0], supported)
+                    self.settings.refuse("forced_bos_token_id", [*begin], supported)
                 fields["forced_begin"] = begin[0]
             else:
                 self._leave("forced_bos_token_id", begin, "no effect on prompts of several tokens")

@@ -273,6 +273,7 @@ def test_settings_that_lose_are_told(folder: Folder) -> None:
         ("suppress_tokens", [-1]),
         ("forced_eos_token_id", VOCABULARY),
         ("forced_bos_token_id", EOS),
+        ("forced_bos_token_id", [7, 8]),
         ("stop_strings", [1]),
         ("stop_strings", [""]),
     ],
