@@ -37,13 +37,18 @@ class ColumnChoice:
     output: Sequence[str] = ()
     keep: Sequence[str] = ()
     drop: Sequence[str] = ()
-    sampled: Callable[[], set[str]] = set
+    sampled: Callable[[], Collection[str]] = tuple
 
     def refuse(self, format: str) -> None:
         """Raises UsageError for choices without effect on a format without columns."""
         given = {"output_column": self.output, "keep": self.keep, "drop": self.drop}
         for name in (name for name, value in given.items() if value):
             raise UsageError(Option(name), f" has no effect on {format} output; leave it out")
+
+    def columns(self, rows: Layout) -> Iterable[str]:
+        """Returns the columns of an input that is no table, of JSONL those of its first rows."""
+        found = dict.fromkeys((*rows.columns, *(self.sampled() if rows.format == "jsonl" else ())))
+        return (name for name in found if name not in (rows.column, *rows.others))
 
     def repeats(self, rows: Layout) -> Callable[[str], bool]:
         """Returns whether a column of an input is repeated, by its name.
@@ -58,7 +63,7 @@ class ColumnChoice:
         named = [name for value in values for name in _listed(value, known)]
         place = ""
         if rows.format == "jsonl":  # each row has its own, and the writer adds id
-            others = set() if {*named} <= {*known, "id"} else self.sampled()
+            others = () if {*named} <= {*known, "id"} else self.sampled()
             known = (*known, "id", *sorted(others)) if others else (*known, *named)
             place = f" in its first {FIRST_ROWS:,} rows"
         for name in named:
@@ -142,7 +147,8 @@ def output_columns(
     """
     repeats, texts = choice.repeats(rows), (rows.column, *rows.others)
     keeps_table = bool(rows.names) and is_table
-    repeated = tuple(filter(repeats, rows.names if keeps_table else rows.columns))
+    columns = rows.names if keeps_table else choice.columns(rows) if is_table else rows.columns
+    repeated = tuple(filter(repeats, columns))
     if choice.output and len(choice.output) != len(texts):
         expected = "one name" if len(texts) == 1 else f"{len(texts)} names, one a column"
         raise UsageError(

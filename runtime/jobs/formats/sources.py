@@ -8,7 +8,7 @@ import os
 import stat
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -102,12 +102,12 @@ def reads_once(source: Source | None) -> bool:
     return source == STANDARD_STREAM or (source.exists() and not source.is_file())
 
 
-def sampled(reader: RowReader) -> set[str]:
-    """Returns the fields of the first rows; none of a pipe, whose rows may take their time."""
+def sampled(reader: RowReader) -> Collection[str]:
+    """Returns the fields of the first rows, in order; none of a pipe, whose rows may take time."""
     once = any(reads_once(file.source) for file in reader.steady)
     rows = () if once else reader.rows(0, FIRST_ROWS)
     usable = (row for row in rows if row.fields or isinstance(row.text, str))
-    return {name for row in usable for name in (*row.fields, reader.layout.column)}
+    return dict.fromkeys(name for row in usable for name in (*row.fields, reader.layout.column))
 
 
 def _dataset(folder: Path) -> list[Path]:

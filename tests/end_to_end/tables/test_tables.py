@@ -394,6 +394,30 @@ def test_fields_of_json_are_chosen_by_row(tmp_path: Path) -> None:
     assert out.read_bytes() == b"", "nothing tells which fields its rows would have"
 
 
+@pytest.mark.parametrize("ending", ["csv", "tsv", "parquet"])
+def test_columns_are_the_fields_of_the_first_rows(ending: str, tmp_path: Path) -> None:
+    """As pandas reads them; a later field is an error of its row."""
+    rows: list[dict[str, Any]] = [{"text": f"row {number}"} for number in range(1001)]
+    rows[0]["b"], rows[1]["id"], rows[2]["a"] = "1", "i", "2"
+    rows[999]["score"], rows[1000]["late"] = "3", "4"
+    source, out = tmp_path / "in.jsonl", tmp_path / f"out.{ending}"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run(source, out, chunk_rows=400, drop="id")
+    theirs = pandas.read_json(source, lines=True, dtype=False, nrows=1000)
+    if ending == "parquet":
+        table = parquet.read_table(out)
+        header, found = table.schema.names, table.to_pylist()
+    else:
+        header, found = cells(out)
+    columns = [name for name in theirs.columns if name not in ("text", "id")]
+    assert columns == ["b", "a", "score"] and header[:4] == ["id", *columns]
+    for name in columns:
+        wanted = theirs[name].where(theirs[name].notna(), "").tolist()
+        assert [row[name] or "" for row in found[:1000]] == wanted
+    assert found[999]["error_kind"] in ("", None) and found[1000]["error_kind"] == "fields"
+    assert merged(source, out, drop="id") == out.read_bytes()
+
+
 TASKS: dict[str, tuple[str, list[str]]] = {
     "generate": ("text", ["--beam", "2", "--n-best", "2"]),
     "score": ("total", []),
