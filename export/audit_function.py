@@ -119,23 +119,19 @@ class FunctionAudit:
                 )
             reference = run_module(self.module, given, list(found), torch.float32)
             rounding = {each: _error(reference[each], oracle[each]) for each in found}
-            compared = [
-                self._compare(case, each, found[each], oracle[each], own)
-                for each, own in rounding.items()
-            ]
-            yield Findings(comparisons=compared)
-            whole = whole or found
-            errors |= {
-                item.tensor: max(item.error, errors.get(item.tensor, 0.0)) for item in compared
-            }
-            for each, own in rounding.items() if row >= 0 else ():
+            whole, together = whole or found, list[Comparison]()
+            for each, own in rounding.items():
+                item = self._compare(case, each, found[each], oracle[each], own)
+                errors[each] = max(item.error, errors.get(each, 0.0))
+                yield Findings(comparisons=[item])
                 # The row alone, and in its batch; see `batched`.
                 alone, batch = found[each], whole[each]
-                if batch.shape[1:] == alone.shape[1:] and len(batch) > row:
+                if row >= 0 and batch.shape[1:] == alone.shape[1:] and len(batch) > row:
                     apart = _error(batch[row : row + 1], alone)
                     budget = batched(self.tolerance, own, errors[each])
                     shown = f"{case}{INDEPENDENCE}its batch", each, "text"
-                    yield Findings(comparisons=[limited(*shown, apart, own, budget)])
+                    together.append(limited(*shown, apart, own, budget))
+            yield Findings(comparisons=together)
 
     def _compare(
         self, case: str, name: str, found: NDArray[Any], oracle: NDArray[Any], own: float
@@ -220,13 +216,13 @@ def called(function: Callable[[], Any], name: str) -> tuple[nn.Module, list[Give
         returned = function()
     except (Exception, SystemExit) as error:  # the user's own code may raise anything
         raise UsageError(f"--reference {name} failed: {error}") from error
-    if not isinstance(returned, tuple) or len(returned) != 2:
-        raise UsageError(f"expected --reference {name} to return {EXPECTED}")
-    module, inputs = returned
-    if _is_case(inputs):
-        inputs = [inputs]
-    sound = isinstance(module, nn.Module) and isinstance(inputs, list | tuple) and inputs
-    if not sound or not all(map(_is_case, inputs)):
+    module: Any
+    inputs: Any
+    pair = isinstance(returned, tuple) and len(returned) == 2
+    module, inputs = returned if pair else (None, ())
+    inputs = [inputs] if _is_case(inputs) else inputs
+    listed = isinstance(inputs, list | tuple) and inputs and all(map(_is_case, inputs))
+    if not isinstance(module, nn.Module) or not listed:
         raise UsageError(f"expected --reference {name} to return {EXPECTED}")
     plain: list[Given] = [
         {key: _plain(one) for key, one in each.items()}

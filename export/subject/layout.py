@@ -208,12 +208,12 @@ def bits(node: ir.Node) -> int:
 def _matrices(path: Path) -> tuple[int, int]:
     """Returns how many numbers the matrices of integers hold, and those of floats."""
     model = ir.load(path)
-    packed: dict[str | None, int] = {}  # numbers in an element, by the name of the weights
+    packed: dict[str | None, int] = {}  # bits of a number, by the name of the weights
     scales: set[str | None] = set()
     for node in model.graph.all_nodes():
         names = [None if value is None else value.name for value in node.inputs]
         if node.op_type in PACKED:
-            packed[names[PACKED[node.op_type]]] = 8 // bits(node)
+            packed[names[PACKED[node.op_type]]] = bits(node)
             scales |= {*names[2:]}  # zero points too
         elif node.op_type in LINEAR:
             scales |= {*names[1:]}
@@ -222,12 +222,11 @@ def _matrices(path: Path) -> tuple[int, int]:
         tensor = value.const_value
         if tensor is None or len(tensor.shape) < 2 or name in scales:
             continue
+        width = tensor.dtype.bitwidth
         if tensor.dtype.is_floating_point():
             sizes[1] += tensor.size
-        elif name in packed and tensor.dtype not in FOUR_BITS:
-            sizes[0] += tensor.size * packed[name]
-        elif tensor.dtype in FOUR_BITS or tensor.dtype.bitwidth == 8:
-            sizes[0] += tensor.size
+        elif width <= 8:
+            sizes[0] += tensor.size * (width // packed.get(name, width))
     return sizes[0], sizes[1]
 
 

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
         Ed25519PrivateKey,
         Ed25519PublicKey,
     )
-    from cryptography.hazmat.primitives.serialization import Encoding
 
 PASSPHRASE = "TRANSFERRY_KEY_PASSPHRASE"
 CURVE = "secp256r1"  # P-256; openssl calls it prime256v1
@@ -43,21 +42,18 @@ class PublicKey:
     @property
     def key_id(self) -> str:
         """Hash of the DER SubjectPublicKeyInfo (RFC 5280), as "sha256:" and hex."""
-        from cryptography.hazmat.primitives.serialization import Encoding
-
-        return f"sha256:{self._sha256(Encoding.DER)}"
+        return f"sha256:{self._sha256('DER')}"
 
     @property
     def hint(self) -> str:
         """sha256 of the PEM, in hex: the `hint` that model_signing compares before it verifies."""
-        from cryptography.hazmat.primitives.serialization import Encoding
+        return self._sha256("PEM")
 
-        return self._sha256(Encoding.PEM)
+    def _sha256(self, encoding: Literal["DER", "PEM"]) -> str:
+        from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-    def _sha256(self, encoding: Encoding) -> str:
-        from cryptography.hazmat.primitives.serialization import PublicFormat
-
-        encoded = self.key.public_bytes(encoding, PublicFormat.SubjectPublicKeyInfo)
+        kind = getattr(Encoding, encoding)
+        encoded = self.key.public_bytes(kind, PublicFormat.SubjectPublicKeyInfo)
         return hashlib.sha256(encoded).hexdigest()
 
     def accepts(self, message: bytes, signature: bytes) -> bool:
