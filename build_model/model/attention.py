@@ -60,14 +60,9 @@ class Places(NamedTuple):
 
 
 def padding_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns M of the attention formula for padding: 0 at a token, minus infinity elsewhere.
+    """Returns M [batch, 1, 1, length] of a mask [batch, length] bool, True at a token.
 
-    Args:
-        mask: [batch, length] bool, True at a token.
-        dtype: The floating type of the scores.
-
-    Returns:
-        [batch, 1, 1, length], broadcast over heads and queries.
+    It is 0 at a token, minus infinity at padding, and broadcast over heads and queries.
     """
     bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
     return bias.masked_fill(~mask, -math.inf)[:, None, None, :]
@@ -76,16 +71,9 @@ def padding_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
 def causal_bias(
     past: int, length: int, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """Returns M that hides the future: query i, at position past + i, sees positions up to it.
+    """Returns M [length, past + length] that hides the future.
 
-    Args:
-        past: Positions that lie before the queries, in the cache.
-        length: Number of queries.
-        dtype: The floating type of the scores.
-        device: Where the scores are.
-
-    Returns:
-        [length, past + length]
+    Query i, at position past + i, sees positions up to it.
     """
     positions = torch.arange(past + length, device=device)
     hidden = positions[None, :] > positions[past:, None]
@@ -204,16 +192,9 @@ class MultiHeadAttention(Composed):
         bias: Tensor | None,
         rotation: Rotation | None = None,
     ) -> Tensor:
-        """Lets every position of x look at `memory`.
+        """Lets every position of x [batch, queries, d_model] look at `memory`, see `attend`.
 
-        Args:
-            x: [batch, queries, d_model]
-            memory: Keys and values, [batch, kv_heads, length, d_head] each.
-            bias: M, broadcastable to [batch, heads, queries, length], or None.
-            rotation: The angles of the queries' positions, where positions are rotary.
-
-        Returns:
-            [batch, queries, d_model]
+        `rotation` has the angles of the queries' positions, where positions are rotary.
         """
         # Scaling the query instead of the scores is the same product over fewer elements. Scaled
         # before it is split into heads, since onnxruntime would draw a factor right before a

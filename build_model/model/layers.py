@@ -15,12 +15,9 @@ from transferry.build_model.model.shape import GATED, TransformerConfig
 
 
 def sinusoidal_positions(length: int, d_model: int) -> Tensor:
-    """Returns the table of section 3.5 of the paper.
+    """Returns the table of section 3.5 of the paper, [length, d_model] float64.
 
     PE(pos, 2i) = sin(pos / 10000^(2i / d_model)), PE(pos, 2i + 1) = cos(pos / 10000^(2i / d_model))
-
-    Returns:
-        [length, d_model] float64: rounding to the model's type is left to the caller.
     """
     positions = torch.arange(length, dtype=torch.float64)[:, None]
     even = torch.arange(0, d_model, 2, dtype=torch.float64)
@@ -39,13 +36,7 @@ def rotary_rates(d_head: int, base: float) -> list[float]:
 def rotary_angles(length: int, rates: Sequence[float], scale: float = 1.0) -> Rotation:
     """Returns the table of rotary positions: position times rate, for each half of the features.
 
-    Args:
-        length: Number of positions.
-        rates: Radians per position, for each pair of features.
-        scale: Factor of cosines and sines.
-
-    Returns:
-        Cosines and sines [length, 2 * pairs] float64.
+    Cosines and sines [length, 2 * pairs] float64, times `scale`; rates in radians per position.
     """
     positions = torch.arange(length, dtype=torch.float64)[:, None]
     angles = (positions * torch.tensor(rates, dtype=torch.float64)).repeat(1, 2)

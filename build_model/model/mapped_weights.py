@@ -25,10 +25,8 @@ class MappedWeights:
     def __init__(self, parameters: Iterable[nn.Parameter], folder: Path) -> None:
         """Moves parameters, one at a time, and frees the memory that they were in.
 
-        Args:
-            parameters: Their values and addresses as Python objects stay the same. What is smaller
-                than a page stays where it is.
-            folder: Folder on a disk with room for them.
+        Their values and addresses as Python objects stay the same; what is smaller than a page
+        stays where it is.
 
         Raises:
             OSError: There is no room.

@@ -21,16 +21,7 @@ class CellState(NamedTuple):
     cell: Tensor
 
     def continued(self, forget: Tensor, given: Tensor, longest: int) -> tuple[Tensor, CellState]:
-        """Computes c_t = forget_t * c_(t-1) + given_t from this state on.
-
-        Args:
-            forget: [batch, length, d_model], from 0 to 1.
-            given: [batch, length, d_model]
-            longest: Largest length; read where a traced graph leaves the length open.
-
-        Returns:
-            c_t [batch, length, d_model], and the state after the last position.
-        """
+        """Computes c_t [batch, length, d_model] from this state on, and the last; see `scanned`."""
         kept, cells = scanned(forget, given, longest)
         cells = cells + kept * self.cell[:, 0]
         return cells, CellState(cells[:, -1:, None])
@@ -49,15 +40,7 @@ class SSRU(nn.Module):
         self.input = nn.Linear(config.d_model, config.d_model, bias=False)
 
     def forward(self, x: Tensor, past: CellState) -> tuple[Tensor, CellState]:
-        """Reads new positions.
-
-        Args:
-            x: [batch, length, d_model]
-            past: The state before them.
-
-        Returns:
-            o [batch, length, d_model], and the state after the last position.
-        """
+        """Reads new positions x [batch, length, d_model]; returns o, and the state after them."""
         # In the state's precision: under autocast the products have fewer bits than a sum needs.
         forget = torch.sigmoid(self.forget(x)).to(past.cell.dtype)
         given = (1 - forget) * self.input(x)

@@ -142,13 +142,8 @@ class Transformer(Composed):
     def embed(self, tokens: Tensor, positions: Tensor | None, *, source: bool = False) -> Tensor:
         """Embedding(token) * sqrt(d_model) + PE(position), sections 3.4 and 3.5 of the paper.
 
-        Args:
-            tokens: [batch, length] int64
-            positions: [length] or [batch, length] int64; None leaves them out.
-            source: Whether the encoder reads them.
-
-        Returns:
-            [batch, length, d_model]
+        Tokens [batch, length] int64 become [batch, length, d_model]; positions are [length] or
+        [batch, length] int64, or left out.
         """
         x = self.token_vectors(tokens, source=source)
         if self.config.scale_embedding:
@@ -187,13 +182,7 @@ class Transformer(Composed):
         return [turn] * len(self.get_submodule(stack))  # type: ignore[arg-type]
 
     def biases(self, stack: Stack, bias: Tensor, places: Places) -> list[Tensor]:
-        """Returns M for each layer of a stack.
-
-        Args:
-            stack: The stack.
-            bias: M of padding and, in the decoder, of the future.
-            places: Of its queries and keys.
-        """
+        """Returns M for each layer of a stack, from M of padding and of the future."""
         return [bias] * len(self.get_submodule(stack))  # type: ignore[arg-type]
 
     def encode(self, source: Tensor, source_mask: Tensor) -> Tensor:
@@ -328,13 +317,8 @@ class Transformer(Composed):
     def answers(self, source: Tensor, source_mask: Tensor) -> dict[str, Tensor]:
         """Returns the outputs of an encoder-only model, as far as it has the parts.
 
-        Args:
-            source: [batch, source] int64
-            source_mask: [batch, source] bool, True at a token, False at padding.
-
-        Returns:
-            "hidden" [batch, source, d_model], "head" as `Head.forward`, and "logits" [batch,
-            source, vocabulary], those at position t of the token there.
+        "hidden" [batch, source, d_model] as `encode`, "head" as `Head.forward`, and "logits"
+        [batch, source, vocabulary], those at position t of the token there.
         """
         hidden = self.encode(source, source_mask)
         found = {"hidden": hidden}
@@ -374,19 +358,9 @@ def greedy(
     max_length: int,
     check: Callable[[], None] = lambda: None,
 ) -> list[list[int]]:
-    """The plainest generation loop.
+    """The plainest generation loop, over a source as in `Transformer.encode`.
 
-    Args:
-        model: In eval mode.
-        source: [batch, source] int64
-        source_mask: [batch, source] bool, True at a token.
-        bos_id: Begins every target.
-        eos_id: Ends a target.
-        max_length: Largest number of generated tokens.
-        check: Called before each token.
-
-    Returns:
-        The generated tokens of each row, the ending `eos_id` left out.
+    Returns the tokens of each row, the ending `eos_id` left out; calls `check` before each token.
     """
     cross = model.cross(model.encode(source, source_mask))
     past = model.empty_past(source.shape[0])

@@ -30,12 +30,7 @@ LONGEST = 4096  # tokens that are tried at once
 def load_own(
     function: Callable[[], Any], name: str, tokenizer: Path | AnyTokenizer | None
 ) -> Checkpoint:
-    """Returns a module of the user's own as a checkpoint.
-
-    Args:
-        function: Returns the module.
-        name: Its name on the command line.
-        tokenizer: See `read_tokenizer`; or the tokenizer.
+    """Returns a module of the user's own as a checkpoint; for the tokenizer see `read_tokenizer`.
 
     Raises:
         UsageError: The function fails, or the module breaks the protocol.
@@ -123,13 +118,7 @@ def _head(module: Any, outputs: Sequence[int], name: str) -> HeadSettings | None
 
 @dataclass
 class _Trial:
-    """A module in float64 with inputs of three lengths.
-
-    Attributes:
-        module: The module.
-        name: Its name for messages.
-        tokenizer: Its tokenizer.
-    """
+    """A module in float64 with inputs of three lengths."""
 
     module: Any
     name: str

@@ -83,10 +83,6 @@ class TrainerState:
         """Step with the best score, the earliest of equals."""
         return max(self.scores, key=lambda step: (self.scores[step], -step))
 
-    def validations_since_best(self) -> int:
-        """Number of validations since the best one."""
-        return sum(step > self.best for step in self.scores)
-
 
 @dataclass(eq=False)
 class Trainer:
@@ -240,7 +236,7 @@ class Trainer:
 
     def _ended(self) -> bool:
         progress, config = self.progress, self.config
-        waited = progress.validations_since_best() if progress.scores else 0
+        waited = sum(step > progress.best for step in progress.scores)
         reached = (
             0 < config.max_steps <= progress.step
             or 0 < 60 * config.max_minutes <= progress.seconds

@@ -133,16 +133,13 @@ def record(**changes: Any) -> dict[str, Any]:
     ("content", "message"),
     [
         (record(format=2), "must have format 1, found 2"),
-        (record(format="1"), "must have format 1, found '1'"),
         (record(format=True), "must have format 1, found True"),
         (record(model={**SHAPE.to_dict(), "depth": 3}), "ModelConfig has no depth"),
-        (record(model={**SHAPE.to_dict(), "heads": 3}), "found 16"),
         (record(model={**SHAPE.to_dict(), "dropout": "none"}), "not the config of a checkpoint"),
         (record(model=[1]), "not the config of a checkpoint"),
         (record(train={}), "needs an end"),
         ({"format": 1, "model": SHAPE.to_dict()}, "'train'"),
         ([], "Expected `object`, got `array`"),
-        (None, "Expected `object`, got `null`"),
     ],
 )
 def test_a_bad_config_is_refused(folder: Path, content: object, message: str) -> None:

@@ -141,13 +141,12 @@ class Adapter:
             self.replaced[whole] = name
 
     def _complete(self, weight: str, change: _Change) -> None:
-        expected = [{"A", "B"}, {"row A", "row B"}]
+        expected, also = [{"A", "B"}, {"row A", "row B"}], ""
         if self._config.get("use_dora"):
-            expected = [{"A", "B", "magnitude"}]
+            expected, also = [{"A", "B", "magnitude"}], " and its magnitude"
         if change.parts.keys() not in expected:
             raise InputError(
-                f"{self.tensors.origin}: expected A and B of {weight}"
-                f"{' and its magnitude' if self._config.get('use_dora') else ''}, found "
+                f"{self.tensors.origin}: expected A and B of {weight}{also}, found "
                 f"{' and '.join(sorted(change.parts.values()))}; {_REMEDY}"
             )
         a, b = self.factors(change, self.tensors.shapes.__getitem__)
@@ -176,13 +175,7 @@ class Adapter:
         return of(change.parts[f"{row}A"]), of(change.parts[f"{row}B"])
 
     def merge(self, weight: Tensor, change: _Change, *, turned: bool) -> Tensor:
-        """Returns a weight with its change, float32.
-
-        Args:
-            weight: [out, in]; `[in, out]` if turned, or the rows of an embedding.
-            change: One of `changes`.
-            turned: Whether the weight is a GPT-2 Conv1D's.
-        """
+        """Returns a weight [out, in] with its change, float32; a `turned` one is [in, out]."""
         a, b = self.factors(change, lambda name: self.tensors.read(name).float())
         product = b @ a
         if turned != ("row A" in change.parts):

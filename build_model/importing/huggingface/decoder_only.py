@@ -277,7 +277,7 @@ def _gpt_neox_shape(config: Settings, names: set[str]) -> ModelConfig:
         parallel=config.flag("use_parallel_residual", True),
         query_key_value_bias=bias,
         attention_output_bias=bias,
-        **rotary.fields(),
+        **rotary.fields,
     )
 
 

@@ -158,8 +158,6 @@ class PretrainedFolder:
     """A folder with config.json and the weights in one file or several.
 
     Attributes:
-        folder: The folder.
-        config: config.json.
         generation: generation_config.json, empty if absent.
         tokenizer: tokenizer_config.json, empty if absent.
         special_tokens: special_tokens_map.json, empty if absent.
@@ -191,11 +189,9 @@ class PretrainedFolder:
         self.segments: list[int] = []
         values = self.tokenizer.values
         self.in_force = {name: values.get(name) or usual for name, usual in IN_FORCE.items()}
-        self.padded = 0
-        self.pairs = False
+        self.padded, self.size = 0, MOST_SIZE
+        self.pairs = self.lower = False
         self.images: tuple[str, ...] = ()
-        self.size = MOST_SIZE
-        self.lower = False
 
     def token(self, name: str, default: int | None = None) -> int:
         """Returns a token id, of several end tokens the first; see `tokens`."""

@@ -6,6 +6,7 @@ GenerationOptions, changes no token, or is left out and reported with its value.
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from transferry.build_model.importing.huggingface.folder import CONFIG, PretrainedFolder, Settings
@@ -107,18 +108,17 @@ def generation_defaults(pretrained: PretrainedFolder, shape: ModelConfig) -> tup
     return reader.fields(), left_out
 
 
+@dataclass
 class _Reader:
-    """Reads settings of one file.
+    """Reads settings of one file; `left_out` are those not carried over, with value and reason."""
 
-    Attributes:
-        left_out: Settings that are not carried over, with value and reason.
-    """
+    settings: Settings
+    shape: ModelConfig
+    ends: list[int]
+    left_out: Fields
 
-    def __init__(
-        self, settings: Settings, shape: ModelConfig, ends: list[int], left_out: Fields
-    ) -> None:
-        self.settings, self.shape, self.ends, self.left_out = settings, shape, ends, left_out
-        self.has_encoder = bool(shape.encoder_layers)
+    def __post_init__(self) -> None:
+        self.has_encoder = bool(self.shape.encoder_layers)
 
     def fields(self) -> Fields:
         """Returns the fields of GenerationOptions that the file asks for."""

@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from transferry.build_model.importing.huggingface.folder import Settings
 from transferry.build_model.model.layers import rotary_rates
@@ -20,28 +20,18 @@ FIXED_NTK = "fixed-ntk"
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
-@dataclass(frozen=True)
-class Rotary:
+class Rotary(NamedTuple):
     """Rotary positions.
 
     Attributes:
-        base: Base of the rates, theta.
         rates: Radians per position of each pair of features that turns.
         scale: Factor of the cosines and sines.
-        longest: Positions for which they hold.
-        plain: Whether the base says all.
+        fields: Fields of ModelConfig.
     """
 
-    base: float
     rates: tuple[float, ...]
     scale: float
-    longest: int
-    plain: bool
-
-    def fields(self) -> dict[str, Any]:
-        """Returns the fields of ModelConfig."""
-        varied = {} if self.plain else {"rotary_rates": self.rates, "rotary_scale": self.scale}
-        return {"rotary_base": self.base, "max_positions": self.longest, **varied}
+    fields: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -148,8 +138,10 @@ def _rotary(
         longest = context.original
     for name, value in found.unread().items():
         found.refuse(name, value, f"nothing of that name with {scaling}")
-    plain = rates == rotary_rates(d_head, context.base) and scale == 1.0
-    return Rotary(context.base, tuple(rates), scale, longest, plain)
+    fields: dict[str, Any] = {"rotary_base": context.base, "max_positions": longest}
+    if rates != rotary_rates(d_head, context.base) or scale != 1.0:
+        fields |= {"rotary_rates": tuple(rates), "rotary_scale": scale}
+    return Rotary(tuple(rates), scale, fields)
 
 
 def _section(config: Settings, kind: str) -> Settings:

@@ -42,11 +42,7 @@ class Move:
 
 @dataclass(frozen=True)
 class NoPlace:
-    """A tensor that our model does not have.
-
-    Attributes:
-        what: Part of the model, for the report; empty for constants.
-    """
+    """A tensor that our model does not have: its part for the report, empty for constants."""
 
     what: str = ""
 

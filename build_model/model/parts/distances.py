@@ -114,13 +114,9 @@ class RelativeBias(nn.Module):
         return torch.where(distance < single, distance, wide) + after
 
     def forward(self, distance: Tensor) -> Tensor:
-        """Returns the bias of distances of keys less queries.
+        """Returns the bias [heads, queries, length] of keys less queries [queries, length].
 
-        Args:
-            distance: [queries, length] or [batch, queries, length] int64
-
-        Returns:
-            [heads, queries, length] or [batch, heads, queries, length]
+        Both may begin with a batch.
         """
         place = distance.clamp(-self.longest, self.longest) + self.longest
         bucket = F.embedding(place, self.buckets).squeeze(-1)

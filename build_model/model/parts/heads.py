@@ -151,30 +151,18 @@ class Head(nn.Module):
         super().__init__()
         self.config = config
         widths = [config.d_model * max(1, len(config.pooling)), *config.head_widths]
-        layers = enumerate(
-            zip(
-                widths,
-                config.head_widths,
-                config.head_activations,
-                config.head_biases,
-                strict=False,
-            )
-        )
+        own = config.head_widths, config.head_activations, config.head_biases
+        layers = enumerate(zip(widths, *own, strict=False))
         self.layers = nn.ModuleList(
             HeadLayer(config, *layer, norm=config.head_norm and not number)
             for number, layer in layers
         )
 
     def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
-        """Reads the hidden states of texts.
+        """Reads hidden states [batch, length, d_model]; mask [batch, length] is True at a token.
 
-        Args:
-            hidden: [batch, length, d_model]
-            mask: [batch, length] bool, True at a token, False at padding.
-
-        Returns:
-            [batch, width]; where nothing is pooled [batch, length, width], which means nothing at
-            padding.
+        Returns [batch, width]; where nothing is pooled [batch, length, width], which means nothing
+        at padding.
         """
         x, layers = hidden, [*self.layers]
         if self.config.late_pooling:

@@ -1,7 +1,6 @@
 """Settings are checked once, when a config is made, and come back from JSON unchanged."""
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +21,7 @@ def model_config(**changes: Any) -> ModelConfig:
     return ModelConfig.from_dict({**SHAPE, **changes})
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "vocabulary_size",
-        "d_model",
-        "heads",
-        "encoder_layers",
-        "decoder_layers",
-        "d_ff",
-        "max_positions",
-    ],
-)
+@pytest.mark.parametrize("name", ["vocabulary_size", "encoder_layers", "max_positions"])
 @pytest.mark.parametrize("value", [0, -3, 1.5, "4"])
 def test_sizes_are_whole_numbers(name: str, value: object) -> None:
     with pytest.raises(UsageError, match=f"{name} must be .* at least 1, found {value!r}$"):
@@ -47,7 +35,6 @@ def test_sizes_are_whole_numbers(name: str, value: object) -> None:
         (dict(d_model=15, heads=3), "d_model must be even .*, found 15"),
         (dict(dropout=1.0), r"dropout must be at least 0 and below 1, found 1.0"),
         (dict(dropout=-0.1), r"dropout must be at least 0 and below 1, found -0.1"),
-        (dict(dropout=math.nan), r"dropout must be at least 0 and below 1, found nan"),
         (dict(norm_epsilon=0.0), "norm_epsilon must be above 0, found 0.0"),
         (dict(rotary_base=-1.0), "rotary_base must be above 0, found -1.0"),
         (dict(key_value_heads=-1), "key_value_heads must be .* at least 0, found -1"),
@@ -60,12 +47,10 @@ def test_sizes_are_whole_numbers(name: str, value: object) -> None:
         (dict(architecture="decoder-only"), "encoder_layers must be 0 for .*-only, found 1"),
         (dict(architecture="encoder-only"), "decoder_layers must be 0 for .*-only, found 2"),
         (dict(architecture="gpt"), "architecture must be one of encoder-decoder, .*found 'gpt'"),
-        (dict(norm="batch"), "norm must be one of layer, rms, found 'batch'"),
         (
             dict(norm_order="mid"),
             "norm_order must be one of post, pre, sandwich, res-post, found 'mid'",
         ),
-        (dict(positions="alibi"), "positions must be one of .*, found 'alibi'"),
         (dict(activation="tanh"), "activation must be one of .*, found 'tanh'"),
     ],
 )
@@ -78,26 +63,16 @@ def test_refused_models(changes: dict[str, Any], message: str) -> None:
     ("changes", "message"),
     [
         (dict(batch_tokens=0), "batch_tokens must be a whole number of at least 1, found 0"),
-        (dict(accumulation=0), "accumulation must be a whole number of at least 1, found 0"),
         (dict(accumulation=1.5), "accumulation must be a whole number of at least 1, found 1.5"),
         (dict(warmup_steps=0), "warmup_steps must be a whole number of at least 1, found 0"),
-        (dict(average=0), "average must be a whole number of at least 1, found 0"),
-        (dict(save_every=0), "save_every must be a whole number of at least 1, found 0"),
-        (dict(valid_sentences=0), "valid_sentences must be a whole number of at least 1, found 0"),
         (dict(seed=-1), "seed must be a whole number of at least 0, found -1"),
         (dict(seed="7"), "seed must be a whole number of at least 0, found '7'"),
         (dict(max_steps=-1), "max_steps must be a whole number of at least 0, found -1"),
-        (dict(validate_every=-1), "validate_every must be a whole number of at least 0, found -1"),
-        (dict(patience=-1), "patience must be a whole number of at least 0, found -1"),
         (dict(max_minutes=-0.5), "max_minutes must be at least 0, found -0.5"),
-        (dict(max_minutes=math.nan), "max_minutes must be at least 0, found nan"),
         (dict(weight_decay=-0.1), "weight_decay must be at least 0, found -0.1"),
         (dict(peak_learning_rate=0.0), "peak_learning_rate must be above 0, found 0.0"),
-        (dict(clip_norm=0.0), "clip_norm must be above 0, found 0.0"),
         (dict(label_smoothing=1.0), r"label_smoothing must be at least 0 and below 1, found 1.0"),
-        (dict(label_smoothing=-0.1), r"label_smoothing must be at least 0 and below 1, found -0.1"),
         (dict(schedule="cosine"), "schedule must be one of inverse-sqrt, linear, found 'cosine'"),
-        (dict(precision="int8"), "precision must be one of auto, float32, bfloat16, found 'int8'"),
         (
             dict(schedule="linear", max_steps=0, max_minutes=1.0),
             "linear ends at max_steps",

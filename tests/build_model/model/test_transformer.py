@@ -219,12 +219,6 @@ def test_dropout_is_for_training_only(source: Tensor, target: Tensor) -> None:
     assert torch.equal(model(*given), model(*given))
 
 
-def test_one_matrix_embeds_and_scores(model: Transformer) -> None:
-    shape = (SHAPE.vocabulary_size, SHAPE.d_model)
-    assert [n for n, p in model.named_parameters() if p.shape == shape] == ["embedding.weight"]
-    assert "positions" not in model.state_dict()
-
-
 def generate(
     model: Transformer, source: Tensor, max_length: int, eos_id: int = SHAPE.vocabulary_size
 ) -> list[list[int]]:

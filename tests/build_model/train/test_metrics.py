@@ -12,13 +12,6 @@ def records(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_records_are_on_disk_at_once(tmp_path: Path) -> None:
-    metrics = Metrics(tmp_path, 0)
-    assert records(tmp_path) == []
-    metrics.add(step=50, train_loss=4.5)
-    assert records(tmp_path) == [{"step": 50, "train_loss": 4.5}]
-
-
 def test_what_lies_beyond_the_state_is_dropped(tmp_path: Path) -> None:
     before = Metrics(tmp_path, 0)
     for step in (50, 100, 150):

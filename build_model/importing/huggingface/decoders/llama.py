@@ -66,8 +66,7 @@ def llama_fields(
 def rotary_fields(config: Settings, fields: dict[str, Any], **options: Any) -> dict[str, Any]:
     """Returns the fields with those of rotary positions."""
     keys = RotaryKeys(**options)
-    rotary = read_rotary(config, head_width(fields), fields["max_positions"], keys)
-    return fields | rotary.fields()
+    return fields | read_rotary(config, head_width(fields), fields["max_positions"], keys).fields
 
 
 def llama_shape(

@@ -65,29 +65,20 @@ def modernbert_shape(config: Settings, names: set[str]) -> ModelConfig:
             "output_transform_bias": "classifier_bias",
         }.items()
     }
-    return ModelConfig(
-        **fields,
+    own: dict[str, Any] = dict(
         encoder_layers=layers,
-        decoder_layers=0,
         norm_epsilon=config.number("norm_eps", 1e-5),
-        architecture="encoder-only",
         norm_order="pre",
         first_norm=False,
         positions="rotary",
         activation=config.choice("hidden_activation", GATES, "gelu"),
         output_activation=config.choice("classifier_activation", ACTIVATIONS, "gelu"),
-        tied=config.flag("tie_word_embeddings", True) or not head,
         bias=False,
-        scale_embedding=False,
-        embedding_norm=True,
-        output_transform=head,
         output_bias=head and config.flag("decoder_bias", True),
-        lm_head=head,
         windows=tuple(window if slides else 0 for slides in sliding) if any(sliding) else (),
         window_rotary_rates=near.rates if any(sliding) else (),
-        **biases,
-        **far.fields(),
     )
+    return ModelConfig(**masked_fields(config, head=head) | fields | own | biases | far.fields)
 
 
 MODERN_POOLINGS: dict[str, dict[str, Any]] = {
@@ -119,7 +110,7 @@ def _post_norm_fields(
     """Fields of BERT with rotary positions; `kinds` is the number of segments by default."""
     return masked_fields(config, head=head) | dict(
         **sizes(config),
-        **rotary.fields(),
+        **rotary.fields,
         encoder_layers=config.whole("num_hidden_layers"),
         norm_epsilon=config.number("layer_norm_eps", 1e-12),
         positions="rotary",
@@ -266,7 +257,7 @@ def eurobert_shape(config: Settings, names: set[str]) -> ModelConfig:
     bias = config.flag("mlp_bias", False)
     return ModelConfig(
         **fields,
-        **rotary.fields(),
+        **rotary.fields,
         encoder_layers=config.whole("num_hidden_layers"),
         decoder_layers=0,
         head_width=0 if width == head_width(fields) else width,

@@ -16,6 +16,7 @@ from torch import Tensor
 from tests.build_model.importing.huggingface.encoder_types import (
     ENCODERS,
     LIKE_ROBERTA,
+    flags,
     layer_types,
     rope,
 )
@@ -56,8 +57,7 @@ def llama(draw: Draw) -> dict[str, Any]:
     return llama_like(
         draw,
         head_dim=draw.choice([None, 6, 16]),
-        attention_bias=draw.choice([True, False]),
-        mlp_bias=draw.choice([True, False]),
+        **flags(draw, "attention_bias mlp_bias"),
         hidden_act=draw.choice(["silu", "gelu", "gelu_pytorch_tanh", "relu"]),
     )
 
@@ -150,8 +150,7 @@ def olmo(draw: Draw) -> dict[str, Any]:
 def granite(draw: Draw) -> dict[str, Any]:
     return llama_like(
         draw,
-        attention_bias=draw.choice([True, False]),
-        mlp_bias=draw.choice([True, False]),
+        **flags(draw, "attention_bias mlp_bias"),
         attention_multiplier=draw.choice([0.0625, 0.3]),
         embedding_multiplier=draw.choice([1.0, 12.0]),
         residual_multiplier=draw.choice([1.0, 0.22]),
@@ -185,8 +184,7 @@ def phi(draw: Draw) -> dict[str, Any]:
 def stablelm(draw: Draw) -> dict[str, Any]:
     return layer_normed(
         draw,
-        use_qkv_bias=draw.choice([True, False]),
-        use_parallel_residual=draw.choice([True, False]),
+        **flags(draw, "use_qkv_bias use_parallel_residual"),
     )
 
 
@@ -206,8 +204,7 @@ def smollm3(draw: Draw) -> dict[str, Any]:
         no_rope_layer_interval=draw.choice([2, 4]),
         no_rope_layers=draw.choice([None, [1, 0, 0]]),
         layer_types=layer_types(draw, 3) if window else None,
-        attention_bias=draw.choice([True, False]),
-        mlp_bias=draw.choice([True, False]),
+        **flags(draw, "attention_bias mlp_bias"),
     )
 
 
@@ -219,9 +216,7 @@ def gpt_neox(draw: Draw) -> dict[str, Any]:
         "num_hidden_layers": 2,
         "hidden_act": draw.choice(["gelu", "gelu_fast", "relu"]),
         "rope_parameters": rope(draw, share=draw.choice([True, False]), kinds=KINDS),
-        "use_parallel_residual": draw.choice([True, False]),
-        "attention_bias": draw.choice([True, False]),
-        "tie_word_embeddings": draw.choice([True, False]),
+        **flags(draw, "use_parallel_residual attention_bias tie_word_embeddings"),
     }
 
 
@@ -232,9 +227,7 @@ def opt(draw: Draw) -> dict[str, Any]:
         "ffn_dim": 48,
         "num_hidden_layers": 2,
         "word_embed_proj_dim": draw.choice([None, 16, 48]),
-        "do_layer_norm_before": draw.choice([True, False]),
-        "_remove_final_layer_norm": draw.choice([True, False]),
-        "enable_bias": draw.choice([True, False]),
+        **flags(draw, "do_layer_norm_before _remove_final_layer_norm enable_bias"),
         "layer_norm_elementwise_affine": draw.choice([True, True, False]),
         "activation_function": draw.choice(["relu", "gelu"]),
     }
@@ -248,9 +241,7 @@ def gpt2(draw: Draw) -> dict[str, Any]:
         "n_inner": draw.choice([None, 40]),
         "n_positions": LONGEST,
         "activation_function": draw.choice(["gelu_new", "quick_gelu", "gelu", "relu", "silu"]),
-        "scale_attn_weights": draw.choice([True, False]),
-        "scale_attn_by_inverse_layer_idx": draw.choice([True, False]),
-        "tie_word_embeddings": draw.choice([True, False]),
+        **flags(draw, "scale_attn_weights scale_attn_by_inverse_layer_idx tie_word_embeddings"),
     }
 
 

@@ -29,6 +29,10 @@ def rope(draw: Draw, *, share: bool = False, kinds: tuple[str, ...] = ()) -> dic
     return found | ({"partial_rotary_factor": draw.choice([0.25, 0.5, 0.75])} if share else {})
 
 
+def flags(draw: Draw, names: str) -> dict[str, bool]:
+    return {name: draw.choice([True, False]) for name in names.split()}
+
+
 def layer_types(draw: Draw, layers: int) -> list[str] | None:
     kinds = [draw.choice(["sliding_attention", "full_attention"]) for _ in range(layers)]
     return draw.choice([None, kinds])
@@ -77,11 +81,7 @@ def modernbert(draw: Draw) -> dict[str, Any]:
         "classifier_activation": draw.choice(["gelu", "relu"]),
         "local_attention": draw.choice([2, 4, 6, 128]),
         "layer_types": layer_types(draw, 4),
-        "attention_bias": draw.choice([True, False]),
-        "mlp_bias": draw.choice([True, False]),
-        "norm_bias": draw.choice([True, False]),
-        "classifier_bias": draw.choice([True, False]),
-        "decoder_bias": draw.choice([True, False]),
+        **flags(draw, "attention_bias mlp_bias norm_bias classifier_bias decoder_bias"),
     }
 
 
@@ -107,9 +107,7 @@ def eurobert(draw: Draw) -> dict[str, Any]:
         "intermediate_size": draw.choice([40, 48]),
         "hidden_act": draw.choice(["silu", "gelu"]),
         "rms_norm_eps": draw.choice([1e-6, 1e-5]),
-        "attention_bias": draw.choice([True, False]),
-        "mlp_bias": draw.choice([True, False]),
-        "tie_word_embeddings": draw.choice([True, False]),
+        **flags(draw, "attention_bias mlp_bias tie_word_embeddings"),
         "classifier_pooling": draw.choice(["bos", "mean", "late", "late"]),
         "rope_parameters": rope(draw),
     }

@@ -260,8 +260,6 @@ def test_settings_that_lose_are_told(folder: Folder) -> None:
     [
         ("num_beams", 0.5),
         ("num_beams", 0),
-        ("max_new_tokens", 0),
-        ("max_length", "20"),
         ("early_stopping", "soon"),
         ("do_sample", 2),
         ("length_penalty", -11.0),

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 from tests.build_model.importing.huggingface.drawn import on_a_grid, transformers
 from tests.build_model.importing.huggingface.small_models import (
@@ -25,17 +24,12 @@ from tests.build_model.importing.huggingface.small_models import (
 )
 from tests.commands import FEW, call, done
 from transferry.build_model.checkpoint import load_checkpoint
-from transferry.build_model.importing.formats.tensors import Tensors
 from transferry.build_model.importing.huggingface.encoder_decoder import marian_positions
-from transferry.build_model.importing.huggingface.folder import Settings
 from transferry.build_model.importing.huggingface.importer import (
-    FAMILIES,
     import_pretrained,
     read_pretrained,
 )
-from transferry.build_model.importing.huggingface.weights import convert_weights
 from transferry.build_model.model.config import ModelConfig
-from transferry.build_model.model.transformer import Transformer
 from transferry.runtime.bundle.specs import REFERENCE
 from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.engine.engine import Engine
@@ -68,52 +62,6 @@ def test_a_position_table_of_the_file_is_taken(tmp_path: Path) -> None:
     converted = read_pretrained(tmp_path).weights
     with pytest.raises(InputError, match=r"embed_positions.weight and .* differ"):
         converted.write({})
-
-
-def published(kind: str, tmp_path: Path, **config: Any) -> ModelConfig:
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({"model_type": kind, **config}))
-    return FAMILIES[kind].shape(Settings.read(path), set())
-
-
-class NoNumbers(Tensors):
-    """Tensors of a shape that take no memory."""
-
-    def __init__(self, shapes: dict[str, Tensor]) -> None:
-        self.origin, self._shapes = "nothing", shapes
-
-    @property
-    def shapes(self) -> dict[str, Tensor]:
-        return self._shapes
-
-    def read(self, name: str) -> Tensor:
-        raise AssertionError(name)
-
-
-def test_the_parameters_of_known_models_add_up(tmp_path: Path) -> None:
-    gpt2 = dict(vocab_size=50257, n_embd=768, n_head=12, n_layer=12, n_positions=1024)
-    config = published("gpt2", tmp_path, **gpt2)
-    with torch.device("meta"):
-        theirs = transformers.GPT2Model(transformers.GPT2Config()).state_dict()
-    converted = convert_weights(FAMILIES["gpt2"], config, NoNumbers(theirs), "gpt2")
-    assert converted.parameters == 124_439_808
-    assert converted.left_out == {}
-
-    bert = dict(vocab_size=30522, hidden_size=768, num_attention_heads=12)
-    config = published("bert", tmp_path, **bert, num_hidden_layers=12, intermediate_size=3072)
-    with torch.device("meta"):
-        theirs = transformers.BertModel(transformers.BertConfig()).state_dict()
-    converted = convert_weights(FAMILIES["bert"], config, NoNumbers(theirs), "bert")
-    assert converted.left_out["pooler"] == 590_592
-    assert sum(converted.left_out.values()) == 590_592 + 2 * 768
-    assert converted.parameters + sum(converted.left_out.values()) == 109_482_240
-
-    llama = dict(vocab_size=32000, hidden_size=4096, num_attention_heads=32)
-    depth = dict(num_hidden_layers=32, intermediate_size=11008, max_position_embeddings=4096)
-    config = published("llama", tmp_path, **llama, **depth, rms_norm_eps=1e-5)
-    with torch.device("meta"):
-        ours = Transformer(config)
-    assert sum(parameter.numel() for parameter in ours.parameters()) == 6_738_415_616
 
 
 @pytest.mark.parametrize("kind", KINDS)

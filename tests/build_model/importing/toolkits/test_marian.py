@@ -17,7 +17,6 @@ from tests.commands import call, done
 from tests.runtime.tokenizer.vocabularies import sentencepiece_model
 from transferry.build_model.checkpoint import load_checkpoint
 from transferry.build_model.importing.huggingface.importer import import_pretrained, read_pretrained
-from transferry.build_model.importing.toolkits import marian
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.tokenizer.byte_pair import load_tokenizer
 
@@ -447,14 +446,6 @@ def test_an_adapter_is_for_transformers_alone(tmp_path: Path) -> None:
     torch.save({"x": torch.ones(2)}, tmp_path / "adapter" / "adapter_model.bin")
     with pytest.raises(UsageError, match="--adapter must be left out"):
         read_pretrained(tmp_path / "theirs", tmp_path / "adapter")
-
-
-@pytest.mark.parametrize("width", [16, 512])
-def test_positions_are_those_of_the_sources(width: int) -> None:
-    """The last rate is exactly 1 / 10000, and a row of zeros and ones is position 0."""
-    table = marian.positions(40, width)
-    assert torch.equal(table[0], torch.cat([torch.zeros(width // 2), torch.ones(width // 2)]))
-    assert table[39, width // 2 - 1] == pytest.approx(math.sin(39 / 10000), rel=1e-5)
 
 
 def test_from_their_folder_to_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
