@@ -123,11 +123,10 @@ def _is_utf8(text: str, encode: Callable[[str], bytes] = str.encode) -> bool:
 
 
 def require_type(name: str, value: object, kind: Any) -> None:
-    """Raises UsageError for a value of another class than one of a union, the class first."""
+    """Raises UsageError for a value of another class, or than one of a union, the class first."""
     if not isinstance(value, kind):
-        raise UsageError(
-            Option(name), f" must be {kind.__args__[0].__name__}, found {shown(value)}"
-        )
+        wanted = getattr(kind, "__args__", (kind,))[0].__name__
+        raise UsageError(Option(name), f" must be {wanted}, found {shown(value)}")
 
 
 @functools.cache

@@ -25,6 +25,7 @@ from transferry.runtime.io.documents import MOST_JSON
 from transferry.runtime.io.folders import found_at
 from transferry.runtime.io.sealed_folder import SealedFolder
 from transferry.runtime.io.whole import read_bytes
+from transferry.runtime.settings import path_of
 from transferry.runtime.tokenizer.byte_pair import AnyTokenizer, load_tokenizer
 from transferry.runtime.tokenizer.chat import TEMPLATE_FILE
 
@@ -61,7 +62,7 @@ class Bundle:
             InputError: A file is missing, truncated, changed or unreadable, or the format version
                 differs.
         """
-        folder = Path(folder)
+        folder = path_of("folder", folder)
         content = read_manifest(folder)
         manifest = Manifest.from_json(content, str(folder / MANIFEST))
         files = SealedFolder(folder, manifest.files)

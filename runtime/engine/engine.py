@@ -17,6 +17,7 @@ from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.proof.certificates.standing import fastest
 from transferry.runtime.proof.recorded import verify_recorded
 from transferry.runtime.proof.report import ParityReport
+from transferry.runtime.settings import require_type
 
 
 class Engine(OpenBundle):
@@ -58,6 +59,8 @@ def verify(
         UsageError: It has no such variant.
         ProviderError: The provider cannot run here.
     """
+    require_type("options", options, SessionOptions | None)
+    require_type("variant", variant, str | None)
     bundle, options = Bundle.load(folder), options or SessionOptions()
     chosen = fastest(bundle, options) if variant is None else bundle.variant(variant)
     return verify_recorded(bundle, open_model(bundle, chosen, options))

@@ -141,6 +141,8 @@ class OpenBundle:
             ProviderError: The provider cannot run here.
             UsageError: An option is out of range, or there is no such variant.
         """
+        require_type("require_certificate", require_certificate, str | bool | None)
+        require_type("special_tokens", special_tokens, str)
         if trusted_key is not None and not require_certificate:
             told = Option("trusted_key"), " has no effect without ", Option("require_certificate")
             raise UsageError(*told)
@@ -159,7 +161,7 @@ class OpenBundle:
         if trusted_key is not None and not keys:
             raise UsageError(Option("trusted_key"), " is empty; name a public key, or leave it out")
         trusted = Trust.load(keys, require_signatures)
-        bundle = Bundle.load(path_of("folder", folder))
+        bundle = Bundle.load(folder)
         options = session_options(options, session)
         devices = devices_of(options, device_ids)
         if replicas is None:

@@ -242,6 +242,13 @@ class Job:
         rows, last = round((self._read if done is None else done) / share), self.row_range[1]
         return rows if last is None else min(rows, last)
 
+    def _check_run(self, watch: object, say: object, settings: object) -> None:
+        require_type("watch", watch, Callable)
+        require_type("say", say, Callable)
+        require_type("settings", settings, Mapping | None)
+        if self._ran:
+            raise UsageError("a Job runs once, and this one did; make a new one to continue it")
+
     def run(
         self,
         watch: Callable[[Summary], None] = lambda summary: None,
@@ -263,8 +270,7 @@ class Job:
             ParityError: The canary found a defect.
             UsageError: The output exists, or another job writes it.
         """
-        if self._ran:
-            raise UsageError("a Job runs once, and this one did; make a new one to continue it")
+        self._check_run(watch, say, settings)
         self._ran, summary = True, Summary()
         add = partial(self._add, summary)
         if self.output == STANDARD_STREAM:

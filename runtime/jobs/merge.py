@@ -9,6 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Self, get_args
 
+from transferry.runtime.engine.preprocess import require_several
 from transferry.runtime.engine.tasks.task import OutputFormat
 from transferry.runtime.errors import InputError, Option, UsageError
 from transferry.runtime.io.atomic import atomic_file, require_writable, standard_output
@@ -40,6 +41,7 @@ from transferry.runtime.jobs.output_files import (
     write_manifest,
 )
 from transferry.runtime.jobs.summary import SUMMARY, Summary, beside, read_summary
+from transferry.runtime.settings import path_of
 
 
 @dataclass(frozen=True)
@@ -141,8 +143,12 @@ def merge(
             be written.
         UsageError: `out` exists, is one of the partitions, or has another format.
     """
+    paths = [path_of("inputs", each) for each in require_several(paths, "inputs")]
+    if not paths:
+        raise UsageError("expected the outputs of partitions, found none; name them")
     if isinstance(out, RemoteFile):
         return _upload([*map(_read, paths)], RemoteOutput(RemoteFolder(out.url)), force=force)
+    out = path_of("output", out)
     if keep_parts and out == STANDARD_STREAM:
         told = " leaves a folder, and - is standard output; name the folder"
         raise UsageError(Option("keep_parts"), told)

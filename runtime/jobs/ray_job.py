@@ -33,6 +33,7 @@ from transferry.runtime.jobs.formats.sources import Inputs, open_sources, reads_
 from transferry.runtime.jobs.job import Job
 from transferry.runtime.jobs.job_options import JobOptions, RayOptions
 from transferry.runtime.jobs.output_files import remote_output
+from transferry.runtime.settings import path_of, require_type
 from transferry.runtime.stopping import undone
 from transferry.runtime.tables import counted
 
@@ -69,6 +70,8 @@ def ray_job(
         UsageError: The options do not fit each other, the bundle or the files, or Ray is not
             installed.
     """
+    require_type("options", options, JobOptions | None)
+    require_type("ray_options", ray_options, RayOptions | None)
     sources, options = open_sources(inputs), options or JobOptions()
     if str(output) == "-" or any(map(reads_once, (*sources, options.target))):
         raise UsageError(
@@ -77,7 +80,7 @@ def ray_job(
             Option("output"),
         )
     if remote_output(output) is None:
-        output = Path(output).absolute()  # type: ignore[arg-type]
+        output = path_of("output", output).absolute()
     if options.canary is not None:
         raise UsageError("workers of Ray have no canary; leave it out")
     if options.target is not None:

@@ -20,7 +20,7 @@ from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.decoding.hypothesis import FinishReason
 from transferry.runtime.decoding.search import search
-from transferry.runtime.engine.engine import Engine
+from transferry.runtime.engine.engine import Engine, verify
 from transferry.runtime.engine.pieces import PIECE, Whole, join
 from transferry.runtime.engine.result import RowError
 from transferry.runtime.engine.tasks.generate import GenerationResult, TextHypothesis
@@ -265,13 +265,27 @@ def test_load_opens_what_is_asked_for(bundle_folder: Path) -> None:
             lambda folder: Engine(folder, require_signatures=1.0),  # type: ignore[arg-type]
             "require_signatures must be a whole number, found 1.0",
         ),
+        (
+            lambda folder: Engine(folder, require_certificate=np.array([1])),  # type: ignore[arg-type]
+            "require_certificate must be str, found array",
+        ),
+        (
+            lambda folder: Engine(folder, special_tokens=np.array([])),  # type: ignore[arg-type]
+            "special_tokens must be str, found array",
+        ),
+        (
+            lambda folder: verify(folder, options=5),  # type: ignore[arg-type]
+            "options must be SessionOptions, found 5",
+        ),
+        (lambda folder: verify(folder, variant=["a"]), "variant must be str"),  # type: ignore[arg-type]
+        (lambda _: verify(None), "folder must be a path, found None"),  # type: ignore[arg-type]
         (lambda folder: Engine(folder, threads=0), "threads must be 1 or more"),
         (lambda folder: Engine(folder, device_ids=[]), r"each of them once, found \[\]"),
         (lambda folder: Engine(folder, device_ids=[1, 1]), r"once, found \[1, 1\]"),
         (lambda folder: Engine(folder, device_ids=[0, 1]), "provider cpu is one device"),
     ],
 )
-def test_load_refuses(bundle_folder: Path, load: Callable[[Path], Engine], message: str) -> None:
+def test_load_refuses(bundle_folder: Path, load: Callable[[Path], Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         load(bundle_folder)
 

@@ -356,6 +356,16 @@ def test_generation_options_replace_all_of_the_bundle(source: Path, out: Path) -
     assert make_job(source, out.name, generation=asdict(chosen)).fingerprint == job.fingerprint
 
 
+@pytest.mark.parametrize("name", ["watch", "say", "settings"])
+def test_a_run_with_an_argument_of_another_type_is_refused(
+    name: str, source: Path, out: Path
+) -> None:
+    given: dict[str, Any] = {name: "x"}
+    with pytest.raises(UsageError, match=f"{name} must be (Callable|Mapping), found 'x'"):
+        make_job(source, out.name).run(**given)
+    assert not out.exists()
+
+
 def test_a_job_runs_once(source: Path, out: Path) -> None:
     """Its readers are at the end; another Job finds the output."""
     job = make_job(source, out.name)

@@ -136,6 +136,18 @@ def test_what_is_not_one_job_is_refused(
     assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
 
 
+def test_a_merge_takes_texts_for_paths(source: Path, tmp_path: Path) -> None:
+    for number in (1, 2):
+        run(source, tmp_path / f"{number}.jsonl", partition=f"{number}/2")
+    out: Any = str(tmp_path / "out.jsonl")
+    parts: Any = [str(tmp_path / f"{number}.jsonl") for number in (1, 2)]
+    assert merge(parts, out).rows == len(Path(out).read_bytes().splitlines())
+    refused: list[tuple[Any, str]] = [([], "found none"), (parts[0], "several"), ([3], "a path")]
+    for wrong, told in refused:
+        with pytest.raises(UsageError, match=told):
+            merge(wrong, out)
+
+
 def test_a_merge_that_was_done_is_done(source: Path, tmp_path: Path) -> None:
     parts, out = partitions(source, 2), tmp_path / "out.jsonl"
     first = merge(parts, out)
