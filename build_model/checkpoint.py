@@ -190,12 +190,6 @@ def average(paths: Sequence[Path]) -> dict[str, Tensor]:
     return {name: (tensor / len(paths)).float() for name, tensor in total.items()}
 
 
-def first_mismatch(error: Exception) -> str:
-    """The first of the lines of `load_state_dict`'s message, below its heading."""
-    lines = str(error).splitlines()
-    return lines[1].strip() if lines[1:] else str(error)
-
-
 def load_checkpoint(folder: Path) -> Checkpoint:
     """Reads a finished training or an imported model.
 

@@ -157,8 +157,9 @@ def training(
         with held():
             if fresh:
                 _begin(out, former, force=force)
-            elif leads:
-                _tidy(out)
+            for path in out.rglob(".*.part") if leads and resume else ():
+                if re.fullmatch(TEMPORARY, path.name):  # of a killed training; it may be large
+                    path.unlink(missing_ok=True)
             stack.enter_context(at_stop(end))
         try:
             yield
@@ -176,13 +177,6 @@ def require_state(out: Path) -> None:
     if not (path := out / STATE).exists():
         told = "nothing was saved yet, so there is nothing to resume"
         raise InputError(f"{path} is missing: {told}; {START_OVER}")
-
-
-def _tidy(out: Path) -> None:
-    """Removes the temporary files of a training that was killed, which may be large."""
-    for path in out.rglob(".*.part"):
-        if re.fullmatch(TEMPORARY, path.name):
-            path.unlink(missing_ok=True)
 
 
 def _begin(out: Path, former: Path, *, force: bool) -> None:

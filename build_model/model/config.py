@@ -11,13 +11,14 @@ from transferry.build_model.model.parts.embeddings import (
     SourceConfig,
 )
 from transferry.build_model.model.parts.heads import HeadConfig
-from transferry.build_model.model.parts.scores import QueryKeyNormConfig, SoftcapConfig
 from transferry.build_model.model.parts.shapes import (
     DivisorConfig,
     MultipliersConfig,
     OutputsConfig,
     ParallelConfig,
+    QueryKeyNormConfig,
     ShapesConfig,
+    SoftcapConfig,
 )
 from transferry.build_model.model.parts.windows import (
     CausalConfig,

@@ -34,6 +34,9 @@ def later(table: type[JsonConfig]) -> dict[str, Any]:
 class JsonConfig:
     """Round trip through a dictionary; unknown fields are errors."""
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields as plain JSON values."""
         values = dataclasses.asdict(self)  # type: ignore[call-overload]

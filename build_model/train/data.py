@@ -10,7 +10,7 @@ from copy import copy
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import NamedTuple, TypeVar, overload
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -332,11 +332,7 @@ class Windows(Sequence[Example]):
     def __len__(self) -> int:
         return -(-(len(self.tokens) - 1) // self.context)
 
-    @overload
-    def __getitem__(self, index: int) -> Example: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Example]: ...
-    def __getitem__(self, index: int | slice) -> Example | Sequence[Example]:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[number] for number in range(len(self))[index]]
         return self._example(range(len(self))[index])

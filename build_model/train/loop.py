@@ -431,9 +431,10 @@ class Trainer:
                     moments = self.optimizer.state[parameters[name]]
                     moments[kind] = tensor.to(self.process.device)
         except (KeyError, ValueError, TypeError, RuntimeError) as error:
+            lines = str(error).splitlines()  # of load_state_dict, the first is a heading
+            reason = lines[1].strip() if lines[1:] else error
             raise InputError(
-                f"{path} does not fit {self.folder / CONFIG}: "
-                f"{checkpoint.first_mismatch(error)}; {START_OVER}"
+                f"{path} does not fit {self.folder / CONFIG}: {reason}; {START_OVER}"
             ) from error
 
     def _finish(self, metrics: Metrics) -> Evaluation:

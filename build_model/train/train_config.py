@@ -6,11 +6,10 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from transferry.build_model.model.shape import JsonConfig, TransformerConfig
+from transferry.build_model.model.shape import JsonConfig, Rate, TransformerConfig
 from transferry.runtime.errors import Option, UsageError, require
-from transferry.runtime.settings import Count, Probability, Whole, Whole64, check_fields
+from transferry.runtime.settings import Count, Probability, Whole, Whole64
 
-_Rate = Annotated[float, msgspec.Meta(gt=0, le=1000)]
 _Cap = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 
 
@@ -47,7 +46,7 @@ class TrainConfig(JsonConfig):
     seed: Whole64 = 0
     batch_tokens: Count = 2000
     accumulation: Count = 1
-    peak_learning_rate: _Rate = 2e-3
+    peak_learning_rate: Rate = 2e-3
     warmup_steps: Count = 600
     schedule: Literal["inverse-sqrt", "linear"] = "inverse-sqrt"
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -65,7 +64,7 @@ class TrainConfig(JsonConfig):
     valid_sentences: Count = 1000
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        super().__post_init__()
         if self.schedule == "linear" and not self.max_steps:
             raise UsageError("schedule linear ends at ", Option("max_steps"), "; set it")
         if not self.max_steps and not self.max_minutes:

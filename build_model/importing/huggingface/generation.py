@@ -123,14 +123,11 @@ class _Reader:
     def fields(self) -> Fields:
         """Returns the fields of GenerationOptions that the file asks for."""
         settings = self.settings
-        fields: Fields = {
-            "early_stopping": settings.choice(
-                "early_stopping", {"true": True, "false": False, "never": "never"}, "false"
-            )
-            if isinstance(settings.get("early_stopping"), str)
-            else settings.flag("early_stopping", False)
-        }
-        fields |= self._lengths() | self._search() | self._rules() | self._tokens()
+        name, words = "early_stopping", {"true": True, "false": False, "never": "never"}
+        said = isinstance(settings.get(name), str)
+        stops = settings.choice(name, words, "false") if said else settings.flag(name, False)
+        fields: Fields = {name: stops} | self._lengths() | self._search()
+        fields |= self._rules() | self._tokens()
         for least, most in (("min_length", "max_length"), ("min_total_length", "max_total_length")):
             # max_new_tokens alone limits no total.
             if fields.get(least, 0) > (limit := fields.get(most, LONGEST)):
@@ -147,11 +144,8 @@ class _Reader:
                 settings.refuse(name, value, f"null; generate without it: --ignore-setting {name}")
         for name in (*TOKENS, *SAME_TOKENS):
             settings.get(name)
-        return {
-            name: value
-            for name, value in fields.items()
-            if name not in PLAIN or value != PLAIN[name]
-        }
+        # None of the fields is None.
+        return {name: value for name, value in fields.items() if value != PLAIN.get(name)}
 
     def _leave(self, name: str, value: Any, reason: str) -> None:
         self.left_out[name] = f"{json.dumps(value)} ({reason})"
@@ -177,13 +171,12 @@ class _Reader:
         longest, new = self._count("max_length"), self._count("max_new_tokens")
         if new is not None and longest is not None:
             self._leave("max_length", longest, "max_new_tokens takes its place")
-        if new is None and longest is None:
-            new = min(NEW_TOKENS, self.shape.max_positions - self.has_encoder)
         if new is None and longest is not None:
-            new = longest - 1 if self.has_encoder else longest
+            new = longest - self.has_encoder
             if not self.has_encoder:
                 fields["max_total_length"] = min(longest, LONGEST)
-        assert new is not None
+        if new is None:
+            new = min(NEW_TOKENS, self.shape.max_positions - self.has_encoder)
         if new < 1:
             self.settings.refuse("max_length", longest, "at least 2, the begin token counted")
         if new > self.shape.max_positions:
@@ -221,16 +214,15 @@ class _Reader:
                 if value is not None and value not in (off, {"top_k": TOP_K}.get(name)):
                     self._leave(name, value, UNSAMPLED)
             return fields
-        chosen: Fields = {
+        if beam > 1:
+            self._leave("num_beams", beam, "beams are not sampled; do_sample is kept")
+        return fields | {
             "temperature": number("temperature", 1.0, 1e-6, 1e6),
             "top_k": settings.whole("top_k", TOP_K),
             "top_p": number("top_p", 1.0, 1e-9, 1.0),
             "min_p": number("min_p", 0.0, 0.0, 1.0),
             "typical_p": number("typical_p", 1.0, 1e-9, 1.0),
         }
-        if beam > 1:
-            self._leave("num_beams", beam, "beams are not sampled; do_sample is kept")
-        return fields | chosen
 
     def _rules(self) -> Fields:
         """Rules that rate or forbid tokens."""

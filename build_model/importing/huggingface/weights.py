@@ -329,8 +329,6 @@ def _theirs(family: Family, ours: str) -> str:
             expression = expression.replace("@", r"\d+")
             expression = expression.replace("\\*", "(?P<ending>weight|bias)")
             if match := re.fullmatch(expression, ours):
-                found = match.groupdict()
-                return pattern.replace("#", found.get("layer") or "#").replace(
-                    "*", found.get("ending") or "*"
-                )
+                found = {"layer": "#", "ending": "*"} | match.groupdict()
+                return pattern.replace("#", found["layer"]).replace("*", found["ending"])
     return f"of our {ours}"

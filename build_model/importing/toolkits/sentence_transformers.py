@@ -103,7 +103,9 @@ def read_sentence_transformers(
     kinds = [kind for kind, _ in modules]
     texts = Settings.read(folder / SENTENCE, required=False, ignored=ignored)
     if texts.values.get("model_type") == "CrossEncoder" and kinds == ["Transformer"]:
-        return _cross_encoder(modules[0][1], texts, ignored)
+        texts.get("model_type")
+        reading = reading_of(modules[0][1], "sequence-classification", ignored)
+        return _made(modules[0][1], (texts, reading), task="classify", rank=_rank(texts))
     if (read := PAIRS.get(tuple(kinds))) is not None:
         return read(modules[0][1], modules[1][1], texts, ignored)
     layers = kinds[2:-1] if kinds[-1:] == ["Normalize"] else kinds[2:]
@@ -163,12 +165,6 @@ def _made(
         *(reading.flag("do_lower_case", False), scores),
         files=[(SENTENCE, texts), (READING, reading), *((MODULE, each) for each in others)],
     )
-
-
-def _cross_encoder(transformer: Path, texts: Settings, ignored: frozenset[str]) -> SentenceModules:
-    texts.only("model_type", "CrossEncoder")
-    reading = reading_of(transformer, "sequence-classification", ignored)
-    return _made(transformer, (texts, reading), task="classify", rank=_rank(texts))
 
 
 def _rank(texts: Settings) -> Literal["sigmoid", "none"]:

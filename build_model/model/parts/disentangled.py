@@ -20,7 +20,6 @@ from transferry.build_model.model.shape import (
 )
 from transferry.build_model.model.transformer import Stack, Transformer
 from transferry.runtime.errors import require
-from transferry.runtime.settings import check_fields
 
 
 @dataclass(frozen=True)
@@ -43,9 +42,6 @@ class Disentangled(JsonConfig):
     position_to_content: bool
     shared: bool
     norm: bool
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     def rows(self, farthest: int) -> Tensor:
         """Returns the vector of each distance from -farthest to farthest, query less key.
@@ -77,9 +73,6 @@ class Convolution(JsonConfig):
     width: Size
     groups: Size
     activation: HeadActivation
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 @dataclass(frozen=True)

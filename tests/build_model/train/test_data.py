@@ -63,7 +63,6 @@ def test_unequal_counts(tmp_path: Path, more: int, fewer: int, skip_bad: bool) -
     ("bad_line", "reason", "message"),
     [
         (b"", "empty", "line 2: expected text, found nothing"),
-        (b" \t\xc2\xa0", "empty", "line 2: expected text, found nothing"),
         (b"caf\xe9", "invalid UTF-8", "line 2: expected UTF-8, found the byte 0xe9"),
         (b"x" * 10_001, "too many characters", "line 2: expected at most 10000 characters"),
     ],
@@ -88,12 +87,10 @@ def test_bad_lines(
     ("name", "line", "reason", "message"),
     [
         ("p.tsv", b"one column", "malformed", "line 2: .*found 1 columns"),
-        ("p.tsv", b"a\tb\tc", "malformed", "line 2: .*found 3 columns"),
         ("p.tsv", b"a\t", "empty", "line 2: .*found nothing"),
         ("p.jsonl", b'{"source": "a"', "malformed", "line 2: "),
         ("p.jsonl", b'{"source": "a"}', "malformed", "line 2: expected {.*, found '{"),
         ("p.jsonl", b'{"source": "a", "target": 1}', "malformed", "line 2: expected {"),
-        ("p.jsonl", b'["a", "b"]', "malformed", "line 2: expected {"),
         ("p.jsonl", b'{"source": "a", "target": "\\ud800"}', "malformed", "line 2: .*utf-8"),
         ("p.jsonl", b"[" * 100_000, "malformed", "line 2: "),
         ("p.jsonl", b"[%b]" % (b"1" * 5000), "malformed", r"has 5000 digits\.$"),

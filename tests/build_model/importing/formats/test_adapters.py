@@ -237,10 +237,7 @@ def test_the_adapter_of_a_classifier_has_its_embedding_and_head(kind: str, tmp_p
     ("config", "message"),
     [
         ({"peft_type": "IA3"}, 'peft_type is "IA3", which cannot be merged; supported: LORA'),
-        ({"target_parameters": ["x"]}, "target_parameters is"),
         ({"lora_bias": True}, "lora_bias is true"),
-        ({"layer_replication": [[0, 1]]}, "layer_replication is"),
-        ({"trainable_token_indices": [3]}, "trainable_token_indices is"),
         ({"unheard_of": 3}, "unheard_of is 3"),
         ({"init_lora_weights": "pissa"}, 'init_lora_weights is "pissa"'),
         ({"r": 0}, "r is 0"),

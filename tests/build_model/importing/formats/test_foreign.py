@@ -70,7 +70,6 @@ FOLDERS: dict[str, tuple[dict[str, bytes], str]] = {
     "Meta": ({"consolidated.00.pth": X}, "in their authors' own format"),
     "variant": ({"model.fp16.safetensors": X}, "rename the file that you want to model.safet"),
     "part": ({"model-00001-of-00002.safetensors": X}, "one file of several;|the index"),
-    "part, pickled": ({"pytorch_model-00001-of-00002.bin": X}, "one file of several;|the index"),
     "other name": ({"adapter.bin": X}, "found adapter.bin, weights under another name"),
     "module": ({"best.pth": X}, "a PyTorch file;|transferry export MODULE:FUNCTION --out BUNDLE"),
     "archive": ({"opus.zip": X}, "found opus.zip, an archive; unpack it"),

@@ -180,15 +180,7 @@ def test_models_that_cannot_score_are_refused(
     theirs = Reranker(folder, TEMPLATE if modules else template, kind, **more)
     if modules:
         with_modules(folder, theirs)
-    given: list[str | Path] = [
-        "import",
-        folder,
-        "--out",
-        tmp_path / "run",
-        "--score-tokens",
-        tokens,
-    ]
-    result = call(*given)
+    result = call("import", folder, "--out", tmp_path / "run", "--score-tokens", tokens)
     assert result.exit_code in (2, 3), result.stderr
     assert re.search(message, " ".join(result.stderr.split())), result.stderr
     with pytest.raises((InputError, UsageError)):

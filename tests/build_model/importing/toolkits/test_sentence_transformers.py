@@ -203,7 +203,6 @@ def typed(name: str) -> Any:
         ("1_Pooling/config.json", {"pooling_mode": [["mean"]]}, r'pooling_mode is \["mean"\]'),
         ("sentence_bert_config.json", {"max_seq_length": 0}, "supported: at least 3"),
         ("config_sentence_transformers.json", {"default_prompt_name": ["x"]}, "a name of prompts"),
-        ("sentence_bert_config.json", {"max_seq_length": "8"}, "must be a whole number"),
         ("config_sentence_transformers.json", {"prompts": ["a"]}, "supported: texts by name"),
         ("config_sentence_transformers.json", {"prompts": {"a": "a<s>"}}, "without special tokens"),
         ("config_sentence_transformers.json", {"default_prompt_name": "x"}, "a name of prompts"),
