@@ -136,10 +136,11 @@ export function errorOf({ kind, message, truncated }) {
   return { error: { kind, message }, ...(truncated && { truncated }) };
 }
 
-/** Returns a record, or that of the row's error: the source, `blank` and the error. */
-export async function answered(source, blank, record) {
+/** Returns a record: the source and its answer, or `blank` and the error. */
+export async function answered(source, blank, answer) {
   try {
-    return await record();
+    const { truncated, ...found } = await answer();
+    return { source, ...found, ...(truncated && { truncated }) };
   } catch (error) {
     if (!(error instanceof RowError)) throw error;
     return { source: textOf(source), ...blank, ...errorOf(error) };

@@ -104,7 +104,6 @@ export function generationOptions(values, base = DEFAULTS, encode) {
 }
 
 function checkFields(options) {
-  checkNames(options, Object.keys(FIELDS));
   for (const [name, value] of Object.entries(options)) {
     const [, kind] = FIELDS[name];
     if (!kind.holds(value)) throw new UsageError(`${name} must be ${kind.what}, found ${shown(value)}`);

@@ -190,9 +190,7 @@ export class Decoder {
       const [count, ...shape] = value.dims;
       const size = value.data.length / count;
       const taken = new value.data.constructor(rows.length * size);
-      rows.forEach((row, place) => {
-        taken.set(value.data.subarray(row * size, (row + 1) * size), place * size);
-      });
+      rows.forEach((row, place) => taken.set(value.data.subarray(row * size, (row + 1) * size), place * size));
       return new this.ort.Tensor(value.type, taken, [rows.length, ...shape]);
     };
     // All rows have the same source.
@@ -214,11 +212,10 @@ export class Rounds {
    * @param {number} searches how many there are; each calls `leave` at its end
    */
   constructor(decoder, searches) {
-    this.decoder = decoder;
-    this.searches = searches;
-    this.positions = decoder.positions;
-    this.vocabulary = decoder.vocabulary;
-    this.hasEncoder = decoder.hasEncoder;
+    const { vocabulary, hasEncoder } = decoder;
+    Object.assign(this, { decoder, searches, vocabulary, hasEncoder });
+    this.begin = () => decoder.begin();
+    this.select = (state, rows) => decoder.select(state, rows);
   }
 
   /** See `Decoder`; sources that are read in one round get the size of the longest. */
@@ -232,18 +229,8 @@ export class Rounds {
   }
 
   /** See `Decoder`. */
-  begin() {
-    return this.decoder.begin();
-  }
-
-  /** See `Decoder`. */
   read(tokens, state) {
     return this.#next(`read ${state.size}`, { tokens, state });
-  }
-
-  /** See `Decoder`. */
-  select(state, rows) {
-    return this.decoder.select(state, rows);
   }
 
   /** Ends the part of one search. */

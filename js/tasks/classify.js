@@ -91,9 +91,7 @@ export function tag(engine, text, { aggregation = "none", longRows } = {}) {
       return probabilities(scores, "softmax");
     });
     const places = tokenizer.special.cut(tokenizer.places(text), rows.length);
-    const tags = entities(text, places, rows, labels, aggregation);
-    const record = { source: text, tags };
-    return truncated ? { ...record, truncated } : record;
+    return { tags: entities(text, places, rows, labels, aggregation), truncated };
   });
 }
 
@@ -117,8 +115,7 @@ function headRecord(engine, row, longRows, answer) {
     requireUndivided(engine.bundle, ids, pair);
     const { data } = await engine.encoder.encode(ids, "head");
     if (!data.every(Number.isFinite)) throw notFinite({ truncated });
-    const record = { source: text, ...answer(data) };
-    return truncated ? { ...record, truncated } : record;
+    return { ...answer(data), truncated };
   });
 }
 

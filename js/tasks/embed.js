@@ -19,12 +19,8 @@ export function embed(engine, text, { pooling, normalise = false, prompt, longRo
   }
   if (typeof normalise !== "boolean") throw new UsageError(`normalise must be true or false, found ${shown(normalise)}`);
   const { head } = engine.bundle.manifest;
-  if (head?.vectors === "sparse" && pooling === undefined) {
-    throw new UsageError("there are no sparse vectors in JavaScript; embed with the Python engine");
-  }
-  if (head?.vectors === "tokens") {
-    throw new UsageError("there are no vectors of tokens in JavaScript; embed with the Python engine");
-  }
+  const lacking = { sparse: pooling === undefined && "sparse vectors", tokens: "vectors of tokens" }[head?.vectors];
+  if (lacking) throw new UsageError(`there are no ${lacking} in JavaScript; embed with the Python engine`);
   const { prompts = {}, default_prompt: usual = "" } = head ?? {};
   const named = prompt ?? usual;
   if (named && !Object.hasOwn(prompts, named)) {
@@ -47,7 +43,6 @@ export function embed(engine, text, { pooling, normalise = false, prompt, longRo
     const divisor = normalise ? Math.hypot(...vector.map((value) => value / count)) || Number.MIN_VALUE : 1;
     const found = Vector.from(vector, (value) => value / count / divisor);
     if (!found.every(Number.isFinite)) throw notFinite({ truncated });
-    const record = { source: text, vector: found };
-    return truncated ? { ...record, truncated } : record;
+    return { vector: found, truncated };
   });
 }

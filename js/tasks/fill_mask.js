@@ -44,7 +44,6 @@ export function fillMask(engine, text, { mask = "[MASK]", top = 5, longRows } = 
         log_probability: value - normaliser,
       }));
     });
-    const record = { source: text, text: tokenizer.decode(filled), masks };
-    return truncated ? { ...record, truncated } : record;
+    return { text: tokenizer.decode(filled), masks, truncated };
   });
 }

@@ -195,10 +195,7 @@ function requestOf(engine, text, options, how) {
   const reserve = hasEncoder ? 0 : forced;
   const read = encode(engine, text, how, reserve);
   let { ids } = read;
-  if (sourceLanguage !== undefined) {
-    const inner = ids.slice(special.before.length, ids.length - special.after.length);
-    ids = special.wrapIn(special.language(sourceLanguage), inner);
-  }
+  if (sourceLanguage !== undefined) ids = special.wrappedIn(special.language(sourceLanguage), ids);
   const tokens = ids.length;
   if (!hasEncoder && options.max_total_length && tokens >= options.max_total_length) {
     throw new RowError(
@@ -258,19 +255,9 @@ function chatIds({ bundle, chat, positions }, messages, variables) {
 }
 
 function recordOf(source, { tokens, truncated, found }, options) {
-  const records = found.map((each) => ({
-    text: each.text,
-    score: finite(each.score),
-    finish_reason: each.reason,
-  }));
-  const record = {
-    source,
-    ...records[0],
-    target_tokens: found[0].tokens.length,
-    source_tokens: tokens,
-  };
-  if (options.n_best > 1) record.n_best = records;
-  return truncated ? { ...record, truncated } : record;
+  const records = found.map(({ text, score, reason }) => ({ text, score: finite(score), finish_reason: reason }));
+  const record = { source, ...records[0], target_tokens: found[0].tokens.length, source_tokens: tokens };
+  return { ...record, ...(options.n_best > 1 && { n_best: records }), ...(truncated && { truncated }) };
 }
 
 function failed(source, failure, options) {
@@ -294,22 +281,17 @@ const WORD = /[\p{White_Space}\x1c-\x1f]*[^\p{White_Space}\x1c-\x1f]+|[\p{White_
  * @param {string} text
  */
 function pieces({ bundle: { tokenizer }, positions, sentences }, text) {
-  const tokens = (piece) => {
+  const unless = (failed, count) => {
     try {
-      return encodeRow(piece, tokenizer, { positions }).tokens;
+      return count();
     } catch (error) {
       if (!(error instanceof RowError)) throw error;
-      return error.tokens;
+      return failed(error);
     }
   };
-  const count = (unit) => {
-    try {
-      return tokenIds(unit, (each) => tokenizer.encode(each)).length;
-    } catch (error) {
-      if (!(error instanceof RowError)) throw error;
-      return Infinity; // It is cut further, and its last piece becomes an error.
-    }
-  };
+  const tokens = (piece) => unless((error) => error.tokens, () => encodeRow(piece, tokenizer, { positions }).tokens);
+  // A unit without ids is cut further, and its last piece becomes an error.
+  const count = (unit) => unless(() => Infinity, () => tokenIds(unit, (each) => tokenizer.encode(each)).length);
   const room = positions - tokenizer.special.wrap([]).length;
   const split = (whole, [cut, ...finer]) => {
     const stripped = strip(whole);

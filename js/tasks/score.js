@@ -36,14 +36,8 @@ export function score(engine, row, { longRows, sourceLanguage, targetLanguage } 
       return scores[token] - logSumExp(scores);
     });
     if (!values.every(Number.isFinite)) throw notFinite({ truncated });
-    const record = {
-      source,
-      ...blank,
-      total: values.reduce((sum, value) => sum + value, 0),
-      tokens: wanted,
-      log_probabilities: values,
-    };
-    return truncated ? { ...record, truncated } : record;
+    const total = values.reduce((sum, value) => sum + value, 0);
+    return { ...blank, total, tokens: wanted, log_probabilities: values, truncated };
   });
 }
 
@@ -60,10 +54,7 @@ function ofPair({ bundle, positions }, source, target, longRows, [sourceLanguage
   const { special } = tokenizer;
   const limits = { positions, longRows };
   let { ids, truncated } = encodeRow(source, tokenizer, limits);
-  if (sourceLanguage !== undefined) {
-    const inner = ids.slice(special.before.length, ids.length - special.after.length);
-    ids = special.wrapIn(sourceLanguage, inner);
-  }
+  if (sourceLanguage !== undefined) ids = special.wrappedIn(sourceLanguage, ids);
   const encode = (text) => tokenizer.encodeTarget(text);
   const wrap = (inner) => [...inner, special.ends[0]];
   const answer = encodeRow(target, tokenizer, { ...limits, wrap }, encode);

@@ -3,7 +3,7 @@
 import { shown, UsageError } from "../errors.js";
 import { RowError } from "../rows.js";
 import { REASONING, RESERVED, ROLES } from "../schema.js";
-import { literal } from "./hugging_face/piece.js";
+import { anyOf, encodeBetween } from "./text_tokenizer.js";
 
 const ROLE = /^[A-Za-z0-9_-]{1,64}$/;
 const SAMPLE = "Hello,\nworld";
@@ -23,8 +23,7 @@ const SAMPLE = "Hello,\nworld";
  */
 export function encodeChat(messages, chat, tokenizer, more = {}) {
   const { control } = chat;
-  const tokens = Object.keys(control);
-  const pattern = tokens.length ? literal(...tokens) : /(?!)/gu;
+  const pattern = anyOf(control);
   const plain = messages.map(checked);
   if (!plain.length) throw refused("expected at least one message, found none");
   const held = strings([plain, more]).flatMap((text) => text.match(pattern) ?? []);
@@ -38,15 +37,7 @@ export function encodeChat(messages, chat, tokenizer, more = {}) {
   if (written(text) !== written(rendered(chat, plain.map(blunt), more))) {
     throw refused("a message completes a special token of the template, which only the Python engine reads as text");
   }
-  const parts = [];
-  let last = 0;
-  const encode = (piece) => (piece ? (tokenizer.readsSpecial ? tokenizer.encodePlain(piece) : tokenizer.encode(piece)) : []);
-  for (const { 0: token, index } of text.matchAll(pattern)) {
-    parts.push(encode(text.slice(last, index)), [control[token]]);
-    last = index + token.length;
-  }
-  parts.push(encode(text.slice(last)));
-  return parts.flat();
+  return encodeBetween(text, control, (piece) => (tokenizer.readsSpecial ? tokenizer.encodePlain(piece) : tokenizer.encode(piece)));
 }
 
 /** Throws UsageError for variables of a template that the chat decides. */

@@ -39,16 +39,7 @@ export class TextTokenizer {
   /** Encodes the text between special tokens. */
   encodeEach(text, encode) {
     if (!this.readsSpecial) return encode(text);
-    const texts = this.specialTexts;
-    const parts = []; // lists of ids: a function takes no more than some 100,000 arguments
-    let last = 0;
-    for (const { 0: found, index } of text.matchAll(literal(...Object.keys(texts)))) {
-      if (last < index) parts.push(encode(text.slice(last, index)));
-      parts.push([texts[found]]);
-      last = index + found.length;
-    }
-    if (last < text.length || !text) parts.push(encode(text.slice(last)));
-    return parts.flat();
+    return encodeBetween(text, this.specialTexts, encode);
   }
 
   /** Returns the token ids of texts with a mask between each two, to which one blank before belongs. */
@@ -56,6 +47,25 @@ export class TextTokenizer {
     const ids = pieces.slice(0, -1).flatMap((piece) => [...this.encode(piece.replace(/ $/, "")), this.special.mask]);
     return [...ids, ...this.encode(pieces.at(-1))];
   }
+}
+
+/** Returns the ids of a text: those of tokens by their texts, and those of `encode` between. */
+export function encodeBetween(text, ids, encode) {
+  const parts = []; // lists of ids: a function takes no more than some 100,000 arguments
+  let last = 0;
+  for (const { 0: found, index } of text.matchAll(anyOf(ids))) {
+    if (last < index) parts.push(encode(text.slice(last, index)));
+    parts.push([ids[found]]);
+    last = index + found.length;
+  }
+  if (last < text.length) parts.push(encode(text.slice(last)));
+  return parts.flat();
+}
+
+/** Returns an expression that matches any of the texts that are keys. */
+export function anyOf(ids) {
+  const texts = Object.keys(ids);
+  return texts.length ? literal(...texts) : /(?!)/gu;
 }
 
 /** Special ids of a tokenizer. */
@@ -102,10 +112,10 @@ export class SpecialTokens {
     return this.languages[name];
   }
 
-  /** Returns the ids of a source with another language among those around it. */
-  wrapIn(language, ids) {
+  /** Returns the ids of a source with another language among those around its text. */
+  wrappedIn(language, ids) {
     const own = new Set(Object.values(this.languages));
-    const changed = (around) => around.map((id) => (own.has(id) ? language : id));
-    return [...changed(this.before), ...ids, ...changed(this.after)];
+    const last = ids.length - this.after.length;
+    return ids.map((id, place) => ((place < this.before.length || place >= last) && own.has(id) ? language : id));
   }
 }

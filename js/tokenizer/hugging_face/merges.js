@@ -3,27 +3,25 @@
 import { InputError, refuse } from "../../errors.js";
 import { Heap } from "../heap.js";
 import { bytesIn, byteTokens } from "../utf8.js";
+import { Vocabulary } from "./vocabulary.js";
 
 const SHIFT = 2 ** 26; // above every id, so that a pair of ids is one number
 
 /** BPE; see models.js for the interface. */
-export class Merges {
-  #ids;
-  #tokens;
+export class Merges extends Vocabulary {
   #ranks = new Map(); // of pairs of ids
   #merged = []; // id of each rank's token
   #settings;
 
-  constructor(settings) {
-    const { vocab, merges, dropout, continuing_subword_prefix: prefix } = settings;
+  constructor(settings, entries) {
+    super(entries);
+    const { merges, dropout, continuing_subword_prefix: prefix } = settings;
     if (dropout) refuse("dropout of merges");
     this.#settings = settings;
-    this.#ids = new Map(Object.entries(vocab));
-    this.#tokens = new Map(Array.from(this.#ids, ([token, id]) => [id, token]));
     merges.forEach((merge, rank) => {
       const [left, right, more] = Array.isArray(merge) ? merge : merge.split(" ");
-      const joined = this.#ids.get(left + right?.slice(prefix?.length ?? 0));
-      const pair = [this.#ids.get(left), this.#ids.get(right)];
+      const joined = this.ids.get(left + right?.slice(prefix?.length ?? 0));
+      const pair = [this.ids.get(left), this.ids.get(right)];
       if (more !== undefined || joined === undefined || pair.includes(undefined)) {
         throw new InputError(
           `the tokenizer's merge ${rank} is of tokens that its vocabulary lacks; export the bundle again`,
@@ -34,27 +32,15 @@ export class Merges {
     });
   }
 
-  get size() {
-    return this.#ids.size;
-  }
-
-  id(token) {
-    return this.#ids.get(token);
-  }
-
-  token(id) {
-    return this.#tokens.get(id);
-  }
-
   /** See models.js. */
-  tokenize(text) {
-    const whole = this.#settings.ignore_merges ? this.#ids.get(text) : undefined;
+  found(text) {
+    const whole = this.#settings.ignore_merges ? this.ids.get(text) : undefined;
     if (whole !== undefined) return [{ id: whole, token: text, from: 0, to: bytesIn(text) }];
     let place = 0;
     return this.#merge(this.#symbols(text)).map(({ id, size }) => {
       const from = place;
       place += size;
-      return { id, token: this.#tokens.get(id), from, to: place };
+      return { id, token: this.tokens.get(id), from, to: place };
     });
   }
 
@@ -73,13 +59,13 @@ export class Merges {
       const size = bytesIn(character);
       let token = place && prefix ? prefix + character : character;
       if (place === characters.length - 1 && suffix) token += suffix;
-      const id = this.#ids.get(token);
+      const id = this.ids.get(token);
       if (id !== undefined) {
         flush();
         symbols.push({ id, size });
         return;
       }
-      const bytes = spells ? byteTokens(token).map((byte) => this.#ids.get(byte)) : [undefined];
+      const bytes = spells ? byteTokens(token).map((byte) => this.ids.get(byte)) : [undefined];
       if (!bytes.includes(undefined)) {
         // Unknown characters before stay pending, as in the library.
         symbols.push(...bytes.map((byte) => ({ id: byte, size: 1 })));
@@ -89,7 +75,7 @@ export class Merges {
       if (pending && fuses) pending.size += size;
       else {
         flush();
-        const own = this.#ids.get(unknown);
+        const own = this.ids.get(unknown);
         if (own === undefined) {
           throw new InputError(`the tokenizer's vocabulary has no ${unknown}; export the bundle again`);
         }

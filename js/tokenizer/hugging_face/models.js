@@ -4,10 +4,10 @@
 // { id, token, from, to }: ids with their tokens, and the bytes of the text that they stand for.
 
 import { InputError, refuse, shown } from "../../errors.js";
+import { likeliest } from "../unigram.js";
 import { bytesIn, byteTokens } from "../utf8.js";
 import { Merges } from "./merges.js";
-
-const MOST_CACHED = 10_000;
+import { Vocabulary } from "./vocabulary.js";
 
 /** Returns the model of tokenizer.json. */
 export function modelOf(settings) {
@@ -19,7 +19,7 @@ export function modelOf(settings) {
   const entries = Array.isArray(vocab) ? vocab.map(([token], id) => [token, id]) : Object.entries(vocab);
   const odd = entries.find(([token, id]) => typeof token !== "string" || !Number.isSafeInteger(id));
   if (odd) throw new InputError(`huggingface.json: expected tokens with ids, found ${shown(odd)}; export the bundle again`);
-  return new Cached(new Model(settings));
+  return new Model(settings, entries);
 }
 
 /** Returns the type of a model in an old file that names no type. */
@@ -29,63 +29,18 @@ function guessed({ merges, vocab, continuing_subword_prefix: prefix }) {
   return prefix === undefined ? "WordLevel" : "WordPiece";
 }
 
-/** A model that remembers the pieces it has seen. */
-class Cached {
-  #seen = new Map();
-
-  constructor(model) {
-    this.model = model;
-  }
-
-  get size() {
-    return this.model.size;
-  }
-
-  id(token) {
-    return this.model.id(token);
-  }
-
-  token(id) {
-    return this.model.token(id);
-  }
-
-  tokenize(text) {
-    let found = this.#seen.get(text);
-    if (!found) {
-      found = this.model.tokenize(text);
-      if (this.#seen.size >= MOST_CACHED) this.#seen.clear();
-      if (text.length < 100) this.#seen.set(text, found);
-    }
-    return found;
-  }
-}
-
 /** A table of words. */
-class WordLevel {
-  constructor({ vocab, unk_token: unknown }) {
-    this.ids = new Map(Object.entries(vocab));
-    this.tokens = new Map(Array.from(this.ids, ([token, id]) => [id, token]));
+class WordLevel extends Vocabulary {
+  constructor({ unk_token: unknown }, entries) {
+    super(entries);
     this.unknown = unknown;
   }
 
-  get size() {
-    return this.ids.size;
+  found(text) {
+    return [this.named(this.ids.has(text) ? text : this.unknown, 0, bytesIn(text))];
   }
 
-  id(token) {
-    return this.ids.get(token);
-  }
-
-  token(id) {
-    return this.tokens.get(id);
-  }
-
-  tokenize(text) {
-    const token = this.ids.has(text) ? text : this.unknown;
-    return [this.found(token, 0, bytesIn(text))];
-  }
-
-  found(token, from, to) {
+  named(token, from, to) {
     const id = this.ids.get(token);
     if (id === undefined) {
       throw new InputError(`the tokenizer's vocabulary has no ${token}; export the bundle again`);
@@ -96,15 +51,15 @@ class WordLevel {
 
 /** Longest matches from the left (Wu et al. 2016), of BERT. */
 class WordPiece extends WordLevel {
-  constructor(settings) {
-    super({ unk_token: "[UNK]", ...settings });
+  constructor(settings, entries) {
+    super({ unk_token: "[UNK]", ...settings }, entries);
     this.prefix = settings.continuing_subword_prefix ?? "##";
     this.most = settings.max_input_chars_per_word ?? 100;
   }
 
-  tokenize(text) {
+  found(text) {
     const characters = [...text];
-    const unknown = () => [this.found(this.unknown, 0, bytesIn(text))];
+    const unknown = () => [this.named(this.unknown, 0, bytesIn(text))];
     if (characters.length > this.most) return unknown();
     const tokens = [];
     let byte = 0;
@@ -114,7 +69,7 @@ class WordPiece extends WordLevel {
       while (end > start && !this.ids.has(token())) end -= 1;
       if (end === start) return unknown();
       const next = byte + bytesIn(characters.slice(start, end).join(""));
-      tokens.push(this.found(token(), byte, next));
+      tokens.push(this.named(token(), byte, next));
       [start, byte] = [end, next];
     }
     return tokens;
@@ -123,30 +78,18 @@ class WordPiece extends WordLevel {
 
 const UNKNOWN_PENALTY = 10;
 
-/** The likeliest pieces by a unigram language model (Kudo 2018). */
-class Unigram {
-  constructor({ vocab, unk_id: unknown, byte_fallback: spells }) {
+/** Pieces with log-probabilities. */
+class Unigram extends Vocabulary {
+  constructor({ vocab, unk_id: unknown, byte_fallback: spells }, entries) {
+    super(entries);
     this.vocab = vocab;
-    this.ids = new Map(vocab.map(([piece], id) => [piece, id]));
     this.unknown = unknown ?? null;
     this.spells = spells ?? false;
     this.unknownScore = vocab.reduce((least, [, score]) => Math.min(least, score), Infinity) - UNKNOWN_PENALTY;
     this.longest = vocab.reduce((most, [piece]) => Math.max(most, piece.length), 0);
   }
 
-  get size() {
-    return this.vocab.length;
-  }
-
-  id(token) {
-    return this.ids.get(token);
-  }
-
-  token(id) {
-    return this.vocab[id]?.[0];
-  }
-
-  tokenize(text) {
+  found(text) {
     let byte = 0;
     return this.#pieces(text).flatMap((token) => {
       const from = byte;
@@ -172,35 +115,15 @@ class Unigram {
 
   /** Returns the likeliest pieces, unknown neighbours as one. */
   #pieces(text) {
-    const size = text.length;
-    const [scores, starts, ids] = [new Float64Array(size + 1), new Int32Array(size + 1).fill(-1), []];
-    const consider = (start, end, score, id) => {
-      const sum = score + scores[start];
-      if (starts[end] >= 0 && !(sum > scores[end])) return;
-      [scores[end], starts[end], ids[end]] = [sum, start, id];
-    };
-    for (let start = 0; start < size; ) {
-      const one = text.codePointAt(start) > 0xffff ? 2 : 1;
-      const most = Math.min(size, start + this.longest);
-      let single = false;
-      for (let end = start + 1; end <= most; end++) {
-        const id = this.ids.get(text.slice(start, end));
-        if (id === undefined) continue;
-        consider(start, end, this.vocab[id][1], id);
-        single ||= end - start === one;
-      }
-      if (!single) consider(start, start + one, this.unknownScore, this.#unknownId());
-      start += one;
-    }
+    const idOf = (piece) => this.ids.get(piece);
+    const unknown = () => [this.unknownScore, this.#unknownId()];
     const pieces = [];
     let joins = false;
-    for (let end = size; end > 0; end = starts[end]) {
-      const piece = text.slice(starts[end], end);
-      const unknown = ids[end] === this.unknown;
-      if (unknown && joins) pieces[pieces.length - 1] = piece + pieces.at(-1);
+    for (const [piece, id] of likeliest(text, this.longest, idOf, (_, id) => this.vocab[id][1], unknown)) {
+      if (id === this.unknown && joins) pieces[pieces.length - 1] += piece;
       else pieces.push(piece);
-      joins = unknown;
+      joins = id === this.unknown;
     }
-    return pieces.reverse();
+    return pieces;
   }
 }

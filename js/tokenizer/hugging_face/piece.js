@@ -52,63 +52,55 @@ export class Piece {
       for (; count > 0 && character < sizes.length; count--) place += sizes[character++];
     };
     skip(dropped);
+    this.#become((add) => {
+      for (const [made, change] of changes) {
+        add(made, change > 0 ? place - 1 : Math.min(place, this.text.length - 1));
+        if (change <= 0) skip(1 - change);
+      }
+    });
+  }
+
+  /** Replaces the text by the parts that are added, with the code unit whose place each has; -1 is the beginning. */
+  #become(fill) {
     const [starts, ends] = [[], []];
     let text = "";
-    for (const [made, change] of changes) {
-      const from = change > 0 ? place - 1 : Math.min(place, this.text.length - 1);
+    fill((made, from) => {
+      text += made;
       for (let unit = 0; unit < made.length; unit++) {
         starts.push(from < 0 ? this.shift : this.starts[from]);
         ends.push(from < 0 ? this.shift : this.ends[from]);
       }
-      if (change <= 0) skip(1 - change);
-      text += made;
-    }
+    });
     Object.assign(this, { text, starts, ends });
   }
 
   /** Drops characters, and replaces those that stay one by one. */
   map(replaced) {
-    const [starts, ends] = [[], []];
-    let [text, place] = ["", 0];
-    for (const character of this.text) {
-      for (const made of replaced(character) ?? []) {
-        text += made;
-        for (let unit = 0; unit < made.length; unit++) {
-          starts.push(this.starts[place]);
-          ends.push(this.ends[place]);
-        }
+    this.#become((add) => {
+      let place = 0;
+      for (const character of this.text) {
+        for (const made of replaced(character) ?? []) add(made, place);
+        place += character.length;
       }
-      place += character.length;
-    }
-    Object.assign(this, { text, starts, ends });
+    });
   }
 
   /** Puts text before the piece, unless it is empty. */
   prepend(text) {
     if (!this.text) return;
-    const [start, end] = [this.starts[0], this.ends[0]];
+    this.starts = [...Array(text.length).fill(this.starts[0]), ...this.starts];
+    this.ends = [...Array(text.length).fill(this.ends[0]), ...this.ends];
     this.text = text + this.text;
-    this.starts = [...Array(text.length).fill(start), ...this.starts];
-    this.ends = [...Array(text.length).fill(end), ...this.ends];
   }
 
   /** Replaces matches of an expression; the new text comes from the character before their end. */
   replace(expression, content) {
-    const [texts, starts, ends] = [[], [], []];
-    for (const [from, to, isMatch] of matches(expression, this.text)) {
-      if (isMatch) {
-        texts.push(content);
-        starts.push(...Array(content.length).fill(this.starts[to - 1] ?? this.shift));
-        ends.push(...Array(content.length).fill(this.ends[to - 1] ?? this.shift));
-      } else {
-        texts.push(this.text.slice(from, to));
-        for (let place = from; place < to; place++) {
-          starts.push(this.starts[place]);
-          ends.push(this.ends[place]);
-        }
+    this.#become((add) => {
+      for (const [from, to, isMatch] of matches(expression, this.text)) {
+        if (isMatch) add(content, to - 1);
+        else for (let place = from; place < to; place++) add(this.text[place], place);
       }
-    }
-    Object.assign(this, { text: texts.join(""), starts, ends });
+    });
   }
 
   /** Normalises to a Unicode form: NFC, NFD, NFKC or NFKD. */
@@ -122,17 +114,13 @@ export class Piece {
       for (let left = [...character.normalize(apart)].length; left > 0; left--) from.push(place);
       place += character.length;
     }
-    const [starts, ends] = [[], []];
-    let next = 0;
-    for (const character of text) {
-      const origin = from[Math.min(next, from.length - 1)];
-      for (let unit = 0; unit < character.length; unit++) {
-        starts.push(this.starts[origin]);
-        ends.push(this.ends[origin]);
+    this.#become((add) => {
+      let next = 0;
+      for (const character of text) {
+        add(character, from[Math.min(next, from.length - 1)]);
+        next += form === apart ? 1 : [...character.normalize(apart)].length;
       }
-      next += form === apart ? 1 : [...character.normalize(apart)].length;
-    }
-    Object.assign(this, { text, starts, ends });
+    });
   }
 
   /**

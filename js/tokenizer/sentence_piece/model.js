@@ -3,6 +3,7 @@
 import { InputError, refuse } from "../../errors.js";
 import { Charsmap } from "../charsmap.js";
 import { Heap } from "../heap.js";
+import { likeliest } from "../unigram.js";
 import { bytesIn, byteTokens } from "../utf8.js";
 
 export const BLANK = "\u2581";
@@ -111,9 +112,9 @@ export class SentencePieceModel {
       }
       parts.push(part);
       for (const end = byte + size; byte < end; ) {
-        const code = text.codePointAt(unit);
-        unit += code > 0xffff ? 2 : 1;
-        byte += code < 0x80 ? 1 : code < 0x800 ? 2 : code < 0x10000 ? 3 : 4;
+        const character = String.fromCodePoint(text.codePointAt(unit));
+        unit += character.length;
+        byte += bytesIn(character);
       }
     }
     return parts;
@@ -183,30 +184,14 @@ function unigramPieces(text, { pieces, ids, unknown }) {
   const normal = pieces.filter(({ type }) => type === TYPES.normal);
   const least = normal.reduce((smallest, { score }) => Math.min(smallest, score), Infinity);
   const longest = pieces.reduce((size, { piece }) => Math.max(size, piece.length), 0);
-  const size = text.length;
-  const [scores, starts, chosen] = [new Float32Array(size + 1), new Int32Array(size + 1).fill(-1), []];
-  const consider = (start, end, score, id) => {
-    const sum = Math.fround(score + scores[start]);
-    if (starts[end] >= 0 && !(sum > scores[end])) return;
-    [scores[end], starts[end], chosen[end]] = [sum, start, id];
+  const idOf = (piece) => {
+    const id = ids.get(piece);
+    return pieces[id]?.type === TYPES.unused ? undefined : id;
   };
-  for (let start = 0; start < size; ) {
-    const one = text.codePointAt(start) > 0xffff ? 2 : 1;
-    let single = false;
-    for (let end = start + 1; end <= Math.min(size, start + longest); end++) {
-      const id = ids.get(text.slice(start, end));
-      if (id === undefined || pieces[id].type === TYPES.unused) continue;
-      // The longer a user-defined piece, the better.
-      const bonus = () => Math.fround(0.1 * (bytesIn(text.slice(start, end)) - 1));
-      consider(start, end, pieces[id].type === TYPES.userDefined ? bonus() : pieces[id].score, id);
-      single ||= end - start === one;
-    }
-    if (!single) consider(start, start + one, Math.fround(least - UNKNOWN_PENALTY), unknown);
-    start += one;
-  }
-  const found = [];
-  for (let end = size; end > 0; end = starts[end]) found.push([text.slice(starts[end], end), chosen[end]]);
-  return found.reverse();
+  // The longer a user-defined piece, the better.
+  const scoreOf = (piece, id) =>
+    pieces[id].type === TYPES.userDefined ? Math.fround(0.1 * (bytesIn(piece) - 1)) : pieces[id].score;
+  return likeliest(text, longest, idOf, scoreOf, () => [Math.fround(least - UNKNOWN_PENALTY), unknown], Math.fround);
 }
 
 /**
@@ -262,15 +247,6 @@ function mergedPieces(text, { pieces, ids }, whole) {
  *   addsBlank; removesBlanks; escapesBlanks; denormalises
  */
 function readModel(content) {
-  try {
-    return parsed(content);
-  } catch (error) {
-    if (!(error instanceof RangeError || error instanceof TypeError)) throw error;
-    throw new InputError(`the SentencePiece model is damaged (${error.message}); export the bundle again`);
-  }
-}
-
-function parsed(content) {
   const fields = fieldsOf(content);
   const pieces = (fields[1] ?? []).map((each) => {
     const { 1: piece, 2: score, 3: type } = fieldsOf(each);
