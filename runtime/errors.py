@@ -54,8 +54,6 @@ class UsageError(TransferryError):
 class InputError(TransferryError):
     """Text, checkpoint or bundle that cannot be used."""
 
-    exit_code = 3
-
 
 class AllocationError(InputError, MemoryError):
     """onnxruntime is out of memory; catch MemoryError to include numpy."""

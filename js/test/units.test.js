@@ -14,6 +14,10 @@ import { encodeChat } from "../tokenizer/chat.js";
 import { SpecialTokens } from "../tokenizer/text_tokenizer.js";
 import { openTokenizer, tokenizerFiles } from "../tokenizer/tokenizer.js";
 
+// Of a tokenizer's settings.
+const SPECIAL = { pad_id: 0, bos_id: 1, eos_id: 2, before: [], after: [2], mask_id: null };
+const settingsOf = (kind, special = SPECIAL) => ({ format_version: 1, kind, special, vocabulary_size: 9 });
+
 test("random numbers are those of numpy.random.Philox", () => {
   // (Philox(counter=[0, 0, 0, 3], key=[7, 12]).random_raw(5) >> 11) * 2**-53
   const expected = [0.34886052, 0.58375366, 0.46571618, 0.58186168, 0.24432838];
@@ -267,8 +271,7 @@ test("a vector is a list in JSON", () => {
 });
 
 test("a tokenizer of a kind that is not known needs one that is passed", () => {
-  const special = { pad_id: 0, bos_id: 1, eos_id: 2, before: [], after: [2], mask_id: null };
-  const settings = { format_version: 1, kind: "other", special, vocabulary_size: 9 };
+  const settings = settingsOf("other");
   assert.throws(() => tokenizerFiles(settings), /is of kind other.*pass `tokenizer`/);
   const other = { encode: (text) => [...text].map(Number), decode: (ids) => ids.join("") };
   const opened = openTokenizer(settings, {}, other);
@@ -277,8 +280,7 @@ test("a tokenizer of a kind that is not known needs one that is passed", () => {
 });
 
 test("a text of any length has ids, beside special tokens too", () => {
-  const special = { pad_id: 0, bos_id: 1, eos_id: 2, mask_id: null, before: [], after: [2], texts: { "</s>": 2 } };
-  const settings = { format_version: 1, kind: "other", special, vocabulary_size: 9 };
+  const settings = settingsOf("other", { ...SPECIAL, texts: { "</s>": 2 } });
   const opened = openTokenizer(settings, {}, { encode: (text) => Array(text.length).fill(5), decode: () => "" });
   opened.readSpecialTokens();
   assert.equal(opened.encode(`${"a".repeat(3e5)}</s>b`).length, 3e5 + 2);
@@ -288,8 +290,7 @@ test("a text of any length has ids, beside special tokens too", () => {
 
 test("a text that a tokenizer cannot encode is an error of its row", () => {
   const record = { model: { type: "WordLevel", vocab: { a: 3 }, unk_token: "[UNK]" }, added_tokens: [] };
-  const special = { pad_id: 0, bos_id: 1, eos_id: 2, before: [], after: [2], mask_id: null };
-  const settings = { format_version: 1, kind: "tokenizers", special, vocabulary_size: 9 };
+  const settings = settingsOf("tokenizers");
   const content = new TextEncoder().encode(JSON.stringify(record));
   const opened = openTokenizer(settings, { "huggingface.json": content });
   assert.deepEqual(encodeRow("a", opened, { positions: 8 }).ids, [3, 2]);
@@ -297,8 +298,7 @@ test("a text that a tokenizer cannot encode is an error of its row", () => {
 });
 
 test("a tokenizer of another form is refused", () => {
-  const special = { pad_id: 0, bos_id: 1, eos_id: 2, before: [], after: [2], mask_id: null };
-  const settings = { format_version: 1, kind: "tokenizers", special, vocabulary_size: 9 };
+  const settings = settingsOf("tokenizers");
   const model = { type: "WordLevel", vocab: { a: 3 }, unk_token: "a" };
   for (const wrong of [
     { model: null },
@@ -314,7 +314,7 @@ test("a tokenizer of another form is refused", () => {
     const refused = (error) => error instanceof InputError || error instanceof UsageError;
     assert.throws(() => openTokenizer(settings, { "huggingface.json": content }), refused, JSON.stringify(wrong));
   }
-  assert.throws(() => openTokenizer({ ...settings, special: { ...special, after: [-1] } }, {}), /special.after\[0\]/);
+  assert.throws(() => openTokenizer({ ...settings, special: { ...SPECIAL, after: [-1] } }, {}), /special.after\[0\]/);
 });
 
 test("a truncated text keeps its end where its tokenizer says so", () => {

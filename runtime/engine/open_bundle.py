@@ -17,10 +17,10 @@ from transferry.runtime.decoding.generation_options import (
     suppressing,
 )
 from transferry.runtime.engine.opening import (
-    Opening,
     check_replicas,
     covered,
     devices_of,
+    open_again,
     open_certified,
     session_options,
     shares_of,
@@ -174,7 +174,7 @@ class OpenBundle:
         if len(shares) > 1:
             reads_special = special_tokens == "as-tokens"
             around = (bundle.folder, bundle.sha256, chosen.name, devices[0], reads_special)
-            others = Processes(Opening(OpenBundle.of, *around), shares[1:])
+            others = Processes(partial(open_again, OpenBundle.of, *around), shares[1:])
         models, citations, required = zip(
             *(open_certified(bundle, chosen, each, strength, trusted, prove) for each in devices),
             strict=True,
@@ -269,14 +269,10 @@ class OpenBundle:
         name, folder = type(self).__name__, str(self.bundle.folder)
         if not self.models:
             return f"{name}({folder!r}, closed)"
-        cell = ", ".join(f"{key}={value!r}" for key, value in self._cell())
-        return f"{name}({folder!r}, {cell})"
-
-    def _cell(self) -> Iterator[tuple[str, Any]]:
-        described = self.model.describe()
-        yield from ((key, described[key]) for key in ("variant", "provider", "threads"))
-        yield "devices", len(self.models)
-        yield from (("replicas", self.replicas), ("certificate", self.certificate))
+        described = {**self.model.describe(), "devices": len(self.models)}
+        described |= {"replicas": self.replicas, "certificate": self.certificate}
+        names = ("variant", "provider", "threads", "devices", "replicas", "certificate")
+        return f"{name}({folder!r}, {', '.join(f'{key}={described[key]!r}' for key in names)})"
 
     @property
     def model(self) -> ServedModel:

@@ -1,7 +1,7 @@
 """How a bundle is opened: options of its sessions, devices, certificate."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any, get_args
 
@@ -130,36 +130,24 @@ def covered(
     return replace(batches, rows=min(batches.rows, most))
 
 
-@dataclass(frozen=True)
-class Opening:
-    """How another process opens the bundle.
+def open_again(
+    engine: Callable[[Bundle, ServedModel], Any],
+    folder: Path,
+    sha256: str,
+    variant: str,
+    options: SessionOptions,
+    reads_special: bool,
+) -> Parts:
+    """Opens a bundle in another process; raises InputError if it is another one by now.
 
-    Attributes:
-        engine: Combines a bundle with a model, as `OpenBundle.of` does.
-        folder: The bundle.
-        sha256: Of its manifest, hence of all its files.
-        variant: Name of the variant.
-        options: Threads per replica, and how onnxruntime runs the graphs.
-        reads_special: Whether the tokenizer reads special tokens in texts.
+    `engine` combines a bundle with a model, as `OpenBundle.of` does; `sha256` is the manifest's.
     """
-
-    engine: Callable[[Bundle, ServedModel], Any]
-    folder: Path
-    sha256: str
-    variant: str
-    options: SessionOptions
-    reads_special: bool
-
-    def __call__(self) -> Parts:
-        """Opens the bundle; raises InputError if it is another one by now."""
-        bundle = Bundle.load(self.folder)
-        if bundle.sha256 != self.sha256:
-            raise InputError(
-                f"{self.folder}: another bundle came into this folder while it was opened; open it "
-                "again"
-            )
-        if self.reads_special:
-            bundle.tokenizer.read_special_tokens()
-        model = open_model(bundle, bundle.variant(self.variant), self.options)
-        parts: Parts = self.engine(bundle, model).parts()
-        return parts
+    bundle = Bundle.load(folder)
+    if bundle.sha256 != sha256:
+        raise InputError(
+            f"{folder}: another bundle came into this folder while it was opened; open it again"
+        )
+    if reads_special:
+        bundle.tokenizer.read_special_tokens()
+    parts: Parts = engine(bundle, open_model(bundle, bundle.variant(variant), options)).parts()
+    return parts

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transferry.runtime.decoding.hypothesis import FinishReason, length_normalised
 from transferry.runtime.engine.preprocess import InLanguages
-from transferry.runtime.engine.result import RowError
+from transferry.runtime.engine.result import RowError, combined
 
 if TYPE_CHECKING:
     from transferry.runtime.engine.prompts import Asked, Encodable
@@ -102,15 +102,7 @@ def join(whole: Whole, pieces: Sequence[Any], length_penalty: float) -> Any:
         before, after = whole.around
         hypotheses = (replace(one, text=f"{before}{one.text}{after}") for one in first.hypotheses)
         return replace(first, source=whole.text, hypotheses=tuple(hypotheses))
-    result = replace(
-        first,
-        source=whole.text,
-        source_tokens=sum(piece.source_tokens for piece in pieces),
-        hypotheses=(),
-        truncated=any(piece.truncated for piece in pieces),
-        repeated=all(piece.repeated for piece in pieces),
-        shared_prompt_tokens=sum(piece.shared_prompt_tokens for piece in pieces),
-    )
+    result = replace(first, source=whole.text, hypotheses=(), **combined(pieces))
     for number, piece in enumerate(pieces, start=1):
         if piece.error is not None:
             message = f"piece {number} of {len(pieces)}: {piece.error.message}"

@@ -144,6 +144,16 @@ def with_blanks(parts: Sequence[RowResult], answer: str) -> Sequence[RowResult]:
     ]
 
 
+def combined(parts: Sequence[RowResult]) -> dict[str, Any]:
+    """Returns tokens and flags of a row's result, as fields, from the results of its parts."""
+    return {
+        "source_tokens": sum(part.source_tokens for part in parts),
+        "truncated": any(part.truncated for part in parts),
+        "repeated": all(part.repeated for part in parts),
+        "shared_prompt_tokens": sum(part.shared_prompt_tokens for part in parts),
+    }
+
+
 @dataclass(frozen=True)
 class PartsResult(RowResult):
     """Results of a row with several inputs.
@@ -162,15 +172,8 @@ class PartsResult(RowResult):
         error = None if place is None else parts[place].error
         if error is not None:
             error = RowError(error.kind, f"input {place}: {error.message}")
-        return cls(
-            " ".join(part.source for part in parts),
-            sum(part.source_tokens for part in parts),
-            error=error,
-            truncated=any(part.truncated for part in parts),
-            repeated=all(part.repeated for part in parts),
-            shared_prompt_tokens=sum(part.shared_prompt_tokens for part in parts),
-            parts=tuple(parts),
-        )
+        source = " ".join(part.source for part in parts)
+        return cls(source, error=error, parts=tuple(parts), **combined(parts))
 
     @property
     def texts(self) -> list[str]:

@@ -3,7 +3,7 @@
 import os
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -225,11 +225,6 @@ def _in_batches(
         yield from zip(items, compute([item.row for item in items]), strict=True)
 
 
-def _order(groups: Mapping[WorkItem[Any], int], item: WorkItem[Any]) -> tuple[int, int]:
-    """Key that sorts items by group, then length."""
-    return groups[item], item.tokens
-
-
 def in_order(
     inputs: Iterable[Input],
     prepare: Callable[[list[Input]], list[WorkItem[Row] | Answer]],
@@ -267,13 +262,12 @@ def in_order(
         pending: deque[list[WorkItem[Row] | Answer]] = deque()
         for number, window in enumerate(windows(inputs, options.read_ahead(len(workers)))):
             prepared = prepare(window)
-            # Alternately down and up, so that neighbours are of similar length also where two
-            # windows meet.
-            items = dict.fromkeys(row for row in prepared if isinstance(row, WorkItem))
+            # By group and length, alternately down and up, so that neighbours are of similar length
+            # also where two windows meet.
             groups: dict[Any, int] = {}
-            places = {item: groups.setdefault(item.group, len(groups)) for item in items}
-            order = partial(_order, places)
-            queue.put(sorted(items, key=order, reverse=number % 2 == 0))
+            items = (row for row in prepared if isinstance(row, WorkItem))
+            order = {row: (groups.setdefault(row.group, len(groups)), row.tokens) for row in items}
+            queue.put(sorted(order, key=order.__getitem__, reverse=number % 2 == 0))
             pending.append(prepared)
             # One window is computed while the next is read, so that no replica waits.
             if len(pending) > 1:

@@ -148,7 +148,13 @@ class Tokenizer(AnyTokenizer):
         """
         kept = range(len(ranks)) if kept_ranks is None else kept_ranks
         _check_ranks(ranks, kept)
-        self._encoding = _encoding(name, pattern, ranks)
+        try:
+            self._encoding = tiktoken.Encoding(
+                name, pat_str=pattern, mergeable_ranks=dict(ranks), special_tokens={}
+            )
+        except ValueError as error:
+            told = f"expected a regular expression, found {pattern!r}: {error}"
+            raise InputError(told) from error
         self.name, self.pattern, self.special = name, pattern, special
         if first_ordinary_id is None:
             first_ordinary_id = max(special.ids()) + 1
@@ -241,15 +247,6 @@ class Tokenizer(AnyTokenizer):
             settings["first_ordinary_id"],
             settings.get("vocabulary_size"),  # absent in folders of earlier versions
         )
-
-
-def _encoding(name: str, pattern: str, ranks: Mapping[bytes, int]) -> tiktoken.Encoding:
-    try:
-        return tiktoken.Encoding(
-            name, pat_str=pattern, mergeable_ranks=dict(ranks), special_tokens={}
-        )
-    except ValueError as error:
-        raise InputError(f"expected a regular expression, found {pattern!r}: {error}") from error
 
 
 def _check_ranks(ranks: Mapping[bytes, int], kept: Sequence[int]) -> None:

@@ -14,7 +14,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from transferry.runtime.engine.preprocess import DIVIDED, EncodedRow, LongRows, checked_pairs
-from transferry.runtime.engine.result import Results, RowError, RowResult
+from transferry.runtime.engine.result import Results, RowError, RowResult, combined
 from transferry.runtime.engine.tasks.heads import (
     EMPTY,
     EncoderCall,
@@ -315,17 +315,10 @@ class _Call(EncoderCall):
                 count, (question, context) = self.rows.popleft()
                 found = [first, *islice(results, count - 1)]
                 text = question if isinstance(question, str) else ""
-                tokens = sum(each.source_tokens for each in found)
                 error = next((each.error for each in found if each.error is not None), None)
                 answers = () if error is not None else self._best(found)
-                yield AnsweredResult(
-                    text,
-                    tokens,
-                    context,
-                    answers,
-                    error=error,
-                    repeated=all(each.repeated for each in found),
-                )
+                own: dict[str, Any] = {"pair": context, "answers": answers, "error": error}
+                yield AnsweredResult(text, **own, **combined(found))
 
     def _best(self, found: Sequence[_Found]) -> tuple[Span, ...]:
         """Returns the likeliest answers; spans of one text in any case are one answer."""

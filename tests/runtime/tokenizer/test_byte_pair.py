@@ -214,14 +214,6 @@ def test_broken_ranks_are_refused(
     require_refusal(tmp_path, "ranks.tiktoken", edited, message)
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "ranks.tiktoken"])
-def test_missing_file_is_named(tmp_path: Path, name: str) -> None:
-    Tokenizer("test", PATTERN, RANKS).save(tmp_path)
-    (tmp_path / name).unlink()
-    with pytest.raises(InputError, match=f"{name}: cannot be read"):
-        Tokenizer.load(tmp_path)
-
-
 def test_cut_short_settings_are_refused(tmp_path: Path) -> None:
     message = r"tokenizer\.json is not JSON"
     require_refusal(tmp_path, "tokenizer.json", lambda content: content[:40], message)

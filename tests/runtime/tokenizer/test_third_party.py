@@ -254,8 +254,9 @@ def test_a_library_that_is_missing_is_named_with_its_extra(
 @kinds
 @pytest.mark.parametrize("content", [b"", b"rubbish", b"\xff\x00", b"[]", b"{}"])
 def test_damaged_files_are_refused(kind: str, content: bytes, tmp_path: Path) -> None:
-    for name in KINDS[kind].names:
-        MAKE[kind]().save(tmp_path)
+    made = MAKE[kind]()
+    for name in made.names:
+        made.save(tmp_path)
         (tmp_path / name).write_bytes(content)
         with pytest.raises(InputError, match=f"{tmp_path}: the tokenizer is inconsistent"):
             load_tokenizer(tmp_path)
@@ -269,9 +270,7 @@ def test_damaged_files_are_refused(kind: str, content: bytes, tmp_path: Path) ->
     [
         ({"kind": "wordpiece"}, "expected the kind tiktoken, tokenizers, .* found 'wordpiece'"),
         ({"kind": []}, "expected the kind"),
-        ({"special": None}, "inconsistent"),
         ({"vocabulary_size": "many"}, "inconsistent"),
-        ({"format_version": 2}, "expected format version 1, found 2"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,7 +15,7 @@ import pytest
 from tests.commands import PATIENCE
 from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.engine.engine import Engine
-from transferry.runtime.engine.opening import Opening, shares_of, weights_of
+from transferry.runtime.engine.opening import open_again, shares_of, weights_of
 from transferry.runtime.engine.preprocess import WorkItem
 from transferry.runtime.engine.processes import Processes, _computed
 from transferry.runtime.errors import AllocationError, InputError, Option, UsageError
@@ -104,9 +105,9 @@ def test_a_process_that_ends_is_an_error(bundle_folder: Path, texts: list[str]) 
 
 def test_a_bundle_that_is_replaced_while_it_is_opened_is_refused(engine: Engine) -> None:
     folder, options = engine.bundle.folder, SessionOptions()
-    opening = Opening(Engine.of, folder, "another", engine.model.variant.name, options, False)
+    around = (folder, "another", engine.model.variant.name, options, False)
     with pytest.raises(InputError, match="another bundle came into this folder"):
-        Processes(opening, [1]).wait()
+        Processes(partial(open_again, Engine.of, *around), [1]).wait()
 
 
 def test_a_fork_does_not_share_the_processes(shared: Engine, texts: list[str]) -> None:
