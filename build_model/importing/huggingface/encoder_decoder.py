@@ -276,14 +276,11 @@ def _no_bias(config: ModelConfig) -> dict[str, Tensor]:
     return {"output_bias": torch.zeros(config.vocabulary_size)}
 
 
-def _older(before: bool, final: bool, embedding: bool, static: bool) -> dict[str, tuple[bool]]:
+def _older(*values: bool) -> dict[str, tuple[bool]]:
     """Settings of older files: Marian supports other values, transformers' classes have these."""
-    return {
-        "normalize_before": (before,),
-        "add_final_layer_norm": (final,),
-        "normalize_embedding": (embedding,),
-        "static_position_embeddings": (static,),
-    }
+    norms = "normalize_before", "add_final_layer_norm", "normalize_embedding"
+    names = *norms, "static_position_embeddings"
+    return {name: (value,) for name, value in zip(names, values, strict=True)}
 
 
 def _marian_computes(config: ModelConfig) -> dict[str, Tensor]:

@@ -52,7 +52,9 @@ TEXTS = [
 ]
 LEADING_BLANKS = "  two blanks"
 LINES = ["the cat sat on", "hello world, this is", "Straße über die", "日本語 東京 test", "ok"]
-SIZES = dict(hidden_size=32, num_attention_heads=4, intermediate_size=48)
+SIZES: dict[str, Any] = dict(
+    hidden_size=32, num_attention_heads=4, intermediate_size=48, max_position_embeddings=64
+)
 
 
 sentencepiece_model = partial(vocabularies.sentencepiece_model, CORPUS)
@@ -143,19 +145,12 @@ def gpt2_model(size: int, depth: int = 2) -> Any:
 
 
 def llama_model(size: int, depth: int = 2, **changes: Any) -> Any:
-    shape = {
-        **SIZES,
-        "num_hidden_layers": depth,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-        **changes,
-    }
+    shape = {**SIZES, "num_hidden_layers": depth, "num_key_value_heads": 2, **changes}
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=size, **shape))
 
 
 def bert_model(size: int, depth: int = 2, kind: str = "BertForPreTraining") -> Any:
-    shape = {**SIZES, "num_hidden_layers": depth, "max_position_embeddings": 64}
-    config = transformers.BertConfig(vocab_size=size, **shape)
+    config = transformers.BertConfig(vocab_size=size, num_hidden_layers=depth, **SIZES)
     return getattr(transformers, kind)(config)
 
 
