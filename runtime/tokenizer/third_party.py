@@ -312,12 +312,10 @@ class SentencePieceTokenizer(ThirdPartyTokenizer):
     def read_special_tokens(self) -> None:
         """Raises UsageError: the library begins each text between tokens with a blank."""
         raise UsageError(
-            *(
-                Option("special_tokens"),
-                f"=as-tokens needs a tokenizer.json, found {self.names[0]} ",
-            ),
-            "alone; write one with AutoTokenizer.from_pretrained(folder).save_pretrained(folder), "
-            "and import and export the folder again",
+            *(Option("special_tokens"), "=as-tokens needs a tokenizer.json, found "),
+            f"{self.names[0]} alone; write one with "
+            "AutoTokenizer.from_pretrained(folder).save_pretrained(folder), and import and export "
+            "the folder again",
         )
 
     @text_errors()

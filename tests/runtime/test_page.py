@@ -37,26 +37,16 @@ def test_the_site_holds_what_its_page_needs(
     site = write_site(bundle_folder, out, title="A & B", runtime=runtime)
     found = {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()}
     assert set(site.sizes) == found
-    assert set(kept(out)) == found - {
-        "service-worker.js",
-        *(f"onnxruntime/{n}" for n in WEBGPU),
-    } | {"./"}
+    on_gpu = {f"onnxruntime/{name}" for name in WEBGPU}
+    assert set(kept(out)) == found - {"service-worker.js", *on_gpu} | {"./"}
     files = json.loads((bundle_folder / "manifest.json").read_text())["files"]
+    needed = [name for name in files if re.search(r"coder\.onnx|portable/we|ranks|izer.json", name)]
     assert {name for name in found if name.startswith("bundle/")} == {
-        "bundle/manifest.json",
-        *(
-            f"bundle/{name}"
-            for name in files
-            if re.search(r"coder\.onnx|portable/weights|ranks|izer.json", name)
-            and "fused" not in name
-        ),
+        f"bundle/{name}" for name in ("manifest.json", *needed) if "fused" not in name
     }
     settings = json.loads((out / "site.json").read_text())
-    assert (settings["title"], settings["method"], settings["webgpu"]) == (
-        "A & B",
-        "generate",
-        True,
-    )
+    expected = {"title": "A & B", "method": "generate", "webgpu": True}
+    assert settings | expected == settings
     assert any("ertificate" in line for line in settings["standing"])
     assert "for a visitor" in site.summary() and "with WebGPU" in site.summary()
 
@@ -107,26 +97,16 @@ def with_a_file_of_mine(out: Path) -> None:
     (out / "mine.txt").write_text("")
 
 
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (Path.mkdir, "exists and is no site"),
-        (with_a_file_of_mine, "holds mine.txt"),
-    ],
-)
-def test_force_replaces_a_site_alone(
-    tmp_path: Path,
-    runtime: Path,
-    bundle_folder: Path,
-    spoil: Callable[[Path], object],
-    message: str,
-) -> None:
-    out = tmp_path / "site"
-    spoil(out)
-    with pytest.raises(UsageError, match="add force"):
-        write_site(bundle_folder, out, runtime=runtime)
-    with pytest.raises((UsageError, InputError), match=message):
-        write_site(bundle_folder, out, runtime=runtime, force=True)
+def test_force_replaces_a_site_alone(tmp_path: Path, runtime: Path, bundle_folder: Path) -> None:
+    wrong: dict[Callable[[Path], object], str]
+    wrong = {Path.mkdir: "exists and is no site", with_a_file_of_mine: "holds mine.txt"}
+    for number, (spoil, message) in enumerate(wrong.items()):
+        out = tmp_path / f"site{number}"
+        spoil(out)
+        with pytest.raises(UsageError, match="add force"):
+            write_site(bundle_folder, out, runtime=runtime)
+        with pytest.raises((UsageError, InputError), match=message):
+            write_site(bundle_folder, out, runtime=runtime, force=True)
 
 
 def test_without_onnxruntime_web_says_how_to_get_it(tmp_path: Path, bundle_folder: Path) -> None:

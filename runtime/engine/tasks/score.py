@@ -232,16 +232,12 @@ class _Score:
             first, last = len(row.given) - len(row.wanted), len(row.given)
             scored = logits[first:last]
             values = scored[np.arange(len(scored)), row.wanted] - log_sum_exp(scored)
-            finite = bool(np.isfinite(values).all())
-            results.append(
-                ScoreResult(
-                    row.source.text,
-                    len(row.source.ids),
-                    row.target,
-                    tuple(row.wanted) if finite else (),
-                    tuple(values.tolist()) if finite else (),
-                    error=None if finite else NOT_FINITE,
-                    truncated=row.truncated,
-                )
+            found = ScoreResult(
+                *(row.source.text, len(row.source.ids), row.target),
+                *(tuple(row.wanted), tuple(values.tolist())),
+                truncated=row.truncated,
             )
+            if not np.isfinite(values).all():
+                found = replace(found, tokens=(), log_probabilities=(), error=NOT_FINITE)
+            results.append(found)
         return results
