@@ -14,7 +14,7 @@ from typing import IO, Any
 
 import click
 
-from transferry.runtime.console.progress import COMMAND_LINE, as_logged, log_line, logs_json
+from transferry.runtime.console.progress import COMMAND_LINE, as_logged, logs_json
 from transferry.runtime.errors import (
     DOWNLOAD,
     InputError,
@@ -122,7 +122,7 @@ class Failure(click.ClickException):
     def show(self, file: IO[Any] | None = None) -> None:
         """Prints the message on stderr."""
         if logs_json():
-            click.echo(log_line(self.message, "error"), err=True)
+            click.echo(as_logged(self.message, "error"), err=True)
         else:
             super().show(file)
 

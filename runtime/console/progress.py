@@ -57,16 +57,13 @@ def log_every() -> float:
         return 30.0
 
 
-def log_line(message: str, level: str = "info", **fields: Any) -> str:
-    """Returns a message as a line of JSON, with the time in UTC."""
+def as_logged(message: str, level: str = "info", **fields: Any) -> str:
+    """Returns a message as it is printed on stderr; in JSON with the time in UTC."""
+    if not logs_json():
+        return message
     now = datetime.now(UTC).isoformat(timespec="milliseconds")
     record = {"time": now, "level": level, "message": message, **fields}
     return json.dumps(record, ensure_ascii=False)
-
-
-def as_logged(message: str, level: str = "info", **fields: Any) -> str:
-    """Returns a message as it is printed on stderr."""
-    return log_line(message, level, **fields) if logs_json() else message
 
 
 def say(line: str, **fields: Any) -> None:

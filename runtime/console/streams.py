@@ -23,8 +23,8 @@ def guard_streams() -> None:
             # Opened the wrong way round, the null device refuses to be read or written; messages
             # alone are dropped.
             os.open(os.devnull, flags)
-    sys.stdout = _guarded(sys.stdout, _Data(1, "w", closefd=False))
-    sys.stderr = _guarded(sys.stderr, _Messages(2, "w", closefd=False))
+    sys.stdout = _guarded(sys.stdout, _Stream(1, "w", closefd=False))
+    sys.stderr = _guarded(sys.stderr, _Stream(2, "w", closefd=False))
 
 
 def _guarded(stream: TextIO | None, raw: io.FileIO) -> Any:
@@ -40,41 +40,29 @@ def _guarded(stream: TextIO | None, raw: io.FileIO) -> Any:
     )
 
 
-class _Data(io.FileIO):
-    """Stdout: what cannot be written ends the command."""
+class _Stream(io.FileIO):
+    """Stdout, which ends the command where it cannot be written, or stderr, which is dropped."""
 
     def write(self, data: Any) -> int:
         try:
             return super().write(data)
         except OSError as error:
-            _drop(self)
-            raise self._end(error) from error
-
-    def _end(self, error: OSError) -> Exception:
-        from click.exceptions import Exit
-
-        from transferry.runtime.console.group import Failure
-        from transferry.runtime.errors import InputError
-        from transferry.runtime.io.atomic import unwritable
-
-        if error.errno == errno.EPIPE:  # as `head` does, which wanted no more
-            return Exit(READER_LEFT)
-        return Failure(str(unwritable("standard output", error, kept="")), InputError.exit_code)
+            # Discards everything buffered, and the output of native code.
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self.fileno())
+            os.close(null)
+            if self.fileno() == 2:  # the exit code tells how the command ended
+                return len(data)
+            raise _end(error) from error
 
 
-class _Messages(io.FileIO):
-    """Stderr: nobody reads the messages, and the exit code tells how the command ended."""
+def _end(error: OSError) -> Exception:
+    from click.exceptions import Exit
 
-    def write(self, data: Any) -> int:
-        try:
-            return super().write(data)
-        except OSError:
-            _drop(self)
-            return len(data)
+    from transferry.runtime.console.group import Failure
+    from transferry.runtime.errors import InputError
+    from transferry.runtime.io.atomic import unwritable
 
-
-def _drop(file: io.FileIO) -> None:
-    """Discards everything buffered, and the output of native code."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, file.fileno())
-    os.close(null)
+    if error.errno == errno.EPIPE:  # as `head` does, which wanted no more
+        return Exit(READER_LEFT)
+    return Failure(str(unwritable("standard output", error, kept="")), InputError.exit_code)

@@ -38,7 +38,6 @@ class LineIndex:
     """
 
     def __init__(self, numbers: Sequence[int] = (0,), offsets: Sequence[int] = (0,)) -> None:
-        """Begins with some lines."""
         self.lines, self.quotes, self.sha256 = 0, 0, ""
         self._numbers, self._offsets = array("q", numbers), array("q", offsets)
 

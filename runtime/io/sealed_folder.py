@@ -61,7 +61,6 @@ class SealedFolder:
     """Files that match their records, by path in the folder."""
 
     def __init__(self, path: Path, records: Mapping[str, FileRecord]) -> None:
-        """Opens nothing yet."""
         self.path = path
         self.records = records
         self._stamps: dict[str, Stamp] = {}

@@ -86,7 +86,6 @@ class Distribution:
         summary: Summary,
         watch: Callable[[Summary], None],
     ) -> None:
-        """Begins with the chunks that the journal lacks."""
         self._job, self._folder, self._crew = job, folder, crew
         self._summary, self._watch, self._looked = summary, watch, 0.0
         self._ahead: dict[int, int] = {}  # rows of the open chunk of each busy worker

@@ -56,9 +56,7 @@ class Chunk(Tally):
 
     Attributes:
         first: Number of the first row in the whole input.
-        source_sha256: Hash of the input rows.
-        sha256: Hash of the chunk's file.
-        size: Size of the chunk's file, in bytes.
+        source_sha256: Hash of the input rows; the others are of the chunk's file.
         modified: Time of its last change, in nanoseconds.
         end: Places in the input behind its rows, see `RowReader.place`; empty where none is known.
         session: Number of earlier runs of the job that finished chunks.
@@ -114,7 +112,6 @@ class Chunks:
     """
 
     def __init__(self, path: Path) -> None:
-        """Begins without chunks; `path` is the journal."""
         self._path, self.rows = path, 0
         self._firsts, self._places = array("q"), array("q")
 
@@ -161,7 +158,11 @@ class Chunks:
             lines = iter(partial(file.readline, _LONGEST_LINE), b"")
             whole = takewhile(lambda line: line.endswith(b"\n"), lines)
             for line in whole:
-                taken = self._taken(line, end, takes)
+                try:
+                    if taken := takes(chunk := Chunk.parse(line)):
+                        self.add(chunk, end)
+                except (ValueError, OverflowError):
+                    taken = False
                 if not taken:
                     break
                 end += len(line)
@@ -170,15 +171,6 @@ class Chunks:
         if size > end:
             os.truncate(self._path, end)
         return lost
-
-    def _taken(self, line: bytes, place: int, takes: Callable[[Chunk], bool]) -> bool:
-        try:
-            chunk = Chunk.parse(line)
-            if fits := takes(chunk):
-                self.add(chunk, place)
-        except (ValueError, OverflowError):
-            return False
-        return fits
 
     def keep(self, holds: Callable[[Chunk], bool]) -> Chunks:
         """Returns the chunks for which something holds."""
@@ -206,7 +198,6 @@ class Journal:
     )
 
     def __init__(self, folder: Path) -> None:
-        """Reads nothing yet; see `locked`."""
         self.folder, self.journal = folder, folder / JOURNAL
         self.chunks = Chunks(self.journal)
         self.session = 0

@@ -50,10 +50,7 @@ class _Partition:
 
     Attributes:
         path: The output, a file or a folder of files; elsewhere its summary.
-        number: Number of the partition, from 1.
-        count: Number of partitions.
         fingerprint: Fingerprint of its job, without `number`.
-        record: Its whole summary.
         rows: Its first row, and the row after its last; None for a whole job.
         bytes: Where these begin and end in the input, if `rows` is not known before all are there.
     """

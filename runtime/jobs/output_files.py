@@ -155,7 +155,6 @@ class RemoteOutput:
     """
 
     def __init__(self, folder: RemoteFolder, partition: str | None = None) -> None:
-        """Asks for nothing yet."""
         self.folder, self._of = folder, (partition or "").partition("/")[2]
         self.mark = f".{str(partition).replace('/', '-of-')}" if partition else ""
 

@@ -94,7 +94,6 @@ class RayRunner(ChunkRunner):
     """Computes the chunks of a job with workers of Ray; see `ray_job`."""
 
     def __init__(self, load: Callable[[], Engine], options: RayOptions) -> None:
-        """Imports Ray; connects to it when the job runs."""
         super().__init__(load)
         self.options, self._ray = options, import_ray()
         self.address = options.ray_address or os.environ.get("RAY_ADDRESS") or "local"
@@ -319,7 +318,6 @@ class RayCrew:
     """Workers of Ray and their open calls."""
 
     def __init__(self, ray: Any, make: Callable[[], Any], workers: int) -> None:
-        """Asks Ray for workers."""
         self._ray, self._make, self._calls = ray, make, dict[Any, Call]()
         self._workers = [make() for _ in range(workers)]
         errors, own = ray.exceptions, ray.get_runtime_context()

@@ -49,6 +49,7 @@ EXCLUDING = [
     (f"{RUN} --no-scores --scores", "--scores is given twice; give it once"),
     (f"{RUN} --min-length 9 --max-length 8", "--min-length=9"),
     ("run bundle lines.txt --json", "cannot both go to standard output"),
+    ("merge lines.txt notes.txt -o - --json", "cannot both go to standard output"),
     ("run chat lines.txt --chat --messages m", "--messages and --chat exclude each other"),
     ("run chat lines.txt --column c --prompt-ids m", "--column and --prompt-ids exclude each"),
     ("run chat lines.txt --chat --long-rows truncate", "--long-rows=truncate and --chat exclude"),

@@ -1,6 +1,5 @@
 """Outputs of commands: never over an input, and over nothing that the command did not write."""
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -150,15 +149,3 @@ def test_a_refused_resumption_changes_nothing(place: Path, trained: Path, change
     assert snapshot(place) == before
     done("train", "--out", "new", "--resume", "--max-steps", "2", "--quiet")
     assert "max_steps = 2\n" in Path("new/settings.toml").read_text()
-
-
-def test_a_merge_prints_one_thing(place: Path) -> None:
-    for number in (1, 2):
-        done("run", "bundle", "lines.txt", "-o", f"{number}.jsonl", "--partition", f"{number}/2")
-    before = snapshot(place)
-    merged = done("merge", "1.jsonl", "2.jsonl", "-o", "-")
-    assert [json.loads(line)["id"] for line in merged.stdout.splitlines()] == [0, 1, 2]
-    fails(
-        2, "cannot both go to standard output", "merge", "1.jsonl", "2.jsonl", "-o", "-", "--json"
-    )
-    assert snapshot(place) == before

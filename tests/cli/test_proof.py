@@ -324,16 +324,6 @@ def test_canaries(bundle: Path, lines: Path, tmp_path: Path) -> None:
     assert (made["canaries"], made["canaries_identical"]) == (15, 15)
 
 
-def test_a_canary_stops_the_job(
-    bundle: Path, lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spoil(monkeypatch, -1.0)
-    command = "run", bundle, lines, "-o", tmp_path / "out", "--canary", "1/2"
-    fails(4, "line 1 is answered differently", *command)
-    assert not (tmp_path / "out").exists()
-    assert not (tmp_path / "out.job").exists(), "nothing was finished before"
-
-
 def test_reports_of_several_variants_make_one_page(bundle: Path, tmp_path: Path) -> None:
     files = []
     for threads in ("1", "2"):

@@ -1,14 +1,13 @@
 """Commands of a host that serves: exit codes, streams and files."""
 
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.commands import call, done, fails
+from tests.commands import call, done
 from transferry.runtime.console.shared_options import SMALL_INPUT, processes_for
 
 
@@ -68,24 +67,6 @@ def test_every_answer_begins_with_the_prefix_which_counts(bundle_folder: Path, l
     prefix = "hundert" * 5
     result = done("run", bundle_folder, lines, "--prefix", prefix, "--max-length", "34")
     assert all(line.startswith(prefix) for line in result.stdout.splitlines())
-
-
-def test_only_a_file_is_replaced(bundle_folder: Path, lines: Path, tmp_path: Path) -> None:
-    out = tmp_path / "answers"
-    os.mkfifo(out)  # like /dev/null, which root could replace
-    fails(2, "is not a file", "run", bundle_folder, lines, "-o", out, "--force")
-    assert out.is_fifo()
-
-
-def test_the_command_line_overrides_settings_from_a_file(
-    bundle_folder: Path, lines: Path, tmp_path: Path
-) -> None:
-    settings = tmp_path / "settings.toml"
-    settings.write_text('format = "jsonl"\nmax-length = 5\nn-best = 2\nbeam = 2\n')
-    result = done("run", bundle_folder, lines, "--config", settings, "--n-best", "1")
-    rows = [json.loads(line) for line in result.stdout.splitlines()]
-    assert max(row["target_tokens"] for row in rows) == 5
-    assert all("n_best" not in row for row in rows)
 
 
 def test_inspect_names_the_extras_that_a_bundle_needs(

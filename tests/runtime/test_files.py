@@ -3,10 +3,8 @@
 import errno
 import gzip
 import hashlib
-import io
 import os
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -40,12 +38,6 @@ def test_only_the_line_end_is_stripped(tmp_path: Path, content: bytes, lines: li
     path = tmp_path / "text"
     path.write_bytes(content)
     assert list(read_lines(path)) == lines
-
-
-@pytest.mark.parametrize("pack", [bytes, gzip.compress])
-def test_dash_is_standard_input(monkeypatch: pytest.MonkeyPatch, pack: type[bytes]) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(pack(b"eins\nzwei\n"))))
-    assert list(read_lines("-")) == ["eins", "zwei"]
 
 
 def test_lines_are_streamed(tmp_path: Path) -> None:

@@ -99,8 +99,6 @@ class Request:
     """A line of a batch.
 
     Attributes:
-        custom_id: The user's name for it.
-        endpoint: Kind of the request.
         model: The user's name for the model, repeated in the response.
         inputs: The prompts, at least one; messages or token ids as JSON.
         kind: Type of inputs that are JSON.

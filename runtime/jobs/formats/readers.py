@@ -70,6 +70,7 @@ FIRST_RECORDS, FIRST_BYTES = 100, 1 << 20
 _SEPARATOR = re.compile(rb"sep=([^\r\n\"])\r?\n?", re.I)
 # Bytes in which the shape of at most so many rows tells whether a line begins a row of CSV.
 _PROBES, _PROBED = (1 << 16, 1 << 20, 1 << 24), 10
+_LINES = ("text", "tsv", "csv", "jsonl", "openai")
 # Deeper JSON is refused, since writing it again could exceed Python's stack.
 MOST_NESTED = 100
 
@@ -131,18 +132,16 @@ def open_reader(
 
 def _require_effect(path: Source, format: InputFormat, dialect: Dialect) -> None:
     """Raises UsageError for options that a format lacks, or a file that cannot hold it."""
-    if format in ("parquet", "arrow", "xlsx"):
+    if format not in _LINES:
         kind = format.capitalize() if format != "xlsx" else ".xlsx"
         if reads_once(path):
             raise UsageError(f"{path}: {kind} cannot be read from a pipe or stdin; name a file")
         if path.suffix.lower() in PACKED:
             raise UsageError(f"{path}: {kind} is compressed inside; unpack it first")
-        if dialect.encoding is not None:
-            raise UsageError(Option("encoding"), f" has no effect on {kind}: {path}")
-    if dialect.sheet is not None and format != "xlsx":
-        raise UsageError(Option("sheet"), f" has no effect on {format}: {path}")
-    if dialect.delimiter is not None and format not in ("tsv", "csv"):
-        raise UsageError(Option("delimiter"), f" has no effect on {format}: {path}")
+    takers = {"encoding": _LINES, "sheet": ("xlsx",), "delimiter": ("tsv", "csv")}
+    for name, formats in takers.items():
+        if getattr(dialect, name) is not None and format not in formats:
+            raise UsageError(Option(name), f" has no effect on {format}: {path}")
 
 
 class _Line(NamedTuple):

@@ -162,7 +162,7 @@ class RemoteFolder:
                 if name
             }
 
-    def matching(self, pattern: str) -> list[str]:
+    def glob(self, pattern: str) -> list[str]:
         """Returns the files of a pattern in it; none over http, where no table is written."""
         if self.url.startswith("http"):
             return []

@@ -8,7 +8,7 @@ import os
 import stat
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -22,7 +22,7 @@ from transferry.runtime.io.lines import open_stream
 from transferry.runtime.io.outputs import STANDARD_STREAM
 from transferry.runtime.io.whole import unreadable
 from transferry.runtime.jobs.formats.detection import named_format
-from transferry.runtime.jobs.formats.remote_file import RemoteFile, Source, is_url
+from transferry.runtime.jobs.formats.remote_file import RemoteFile, RemoteFolder, Source, is_url
 from transferry.runtime.jobs.formats.rows import FIRST_ROWS, InputRow, RowReader
 from transferry.runtime.settings import path_of
 
@@ -68,8 +68,9 @@ def expand(names: Sequence[Source | str]) -> list[Source]:
         raise UsageError("expected an input, found none; name a file")
     if len(found) > 1 and STANDARD_STREAM in found:
         raise UsageError("standard input cannot be one of several inputs; name files")
-    local = {each.parent for each in found if isinstance(each, Path) and each != STANDARD_STREAM}
-    _require_no_log(_above(local))
+    local = [each.absolute() for each in found if isinstance(each, Path)]
+    parents = {each.parent for each in local if found != [STANDARD_STREAM]}
+    _require_no_log(place for each in parents for place in (each, *each.parents))
     return found
 
 
@@ -79,13 +80,14 @@ def _expanded(name: Source | str) -> Sequence[Source]:
     if isinstance(name, RemoteFile):
         found = name.matches()
         if found != [name]:
-            _require_no_log({each.folder: each.folder.matching for each in found})
+            _require_no_log(each.folder for each in found)
         return found
     if name == "":  # to pathlib, the working folder
         raise UsageError("expected a path, found nothing; name a file")
     path = path_of("inputs", name)
     if path.is_dir():
-        _require_no_log(_above([path]))
+        whole = path.absolute()
+        _require_no_log([whole, *whole.parents])
         return _dataset(path)
     if path == STANDARD_STREAM or path.exists() or not glob.has_magic(str(path)):
         return [path]
@@ -133,24 +135,15 @@ def _dataset(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _require_no_log(found: Mapping[Any, Callable[[str], Iterable[Any]]]) -> None:
-    """Raises InputError for a table whose log tells which of its files count.
-
-    `found` has functions that return the files of a pattern in a folder, by the folder.
-    """
-    for folder, matching in found.items():
+def _require_no_log(folders: Iterable[Path | RemoteFolder]) -> None:
+    """Raises InputError for the folder of a table whose log tells which of its files count."""
+    for folder in dict.fromkeys(folders):
         for log, kind in _LOGS.items():
-            if any(True for _ in matching(log)):
+            if any(True for _ in folder.glob(log)):
                 raise InputError(
                     f"{folder}: expected files, found a table of {kind}, whose files hold rows of "
                     "former versions too; write its rows to Parquet and name that"
                 )
-
-
-def _above(folders: Iterable[Path]) -> dict[Path, Callable[[str], Iterable[Path]]]:
-    """Returns the `glob` of folders and of all above them, by the folder."""
-    wholes = [folder.absolute() for folder in folders]
-    return {place: place.glob for whole in wholes for place in (whole, *whole.parents)}
 
 
 def _table(folder: Path) -> list[Path]:

@@ -8,7 +8,6 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from transferry.runtime.console import group
 from transferry.runtime.console.fields import fields_as_options, given
 from transferry.runtime.console.group import Commands
 from transferry.runtime.console.shared_options import configurable
@@ -94,15 +93,3 @@ def test_unusable_settings_are_refused(text: str, message: str, tmp_path: Path) 
     result, _ = call("--config", settings)
     assert result.exit_code == 2
     assert result.stderr.startswith(f"Error: {settings} {message}")
-
-
-@pytest.mark.parametrize("words", [["--deep-water", "9"], ["--deep-water=9"], ["--depth", "9"]])
-def test_a_former_name_still_works(
-    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(group.FORMER_NAMES, "deep-water", "depth")
-    assert call(*words)[1]["depth"] == 9
-    settings = tmp_path / "settings.toml"
-    settings.write_text(f"{words[0].lstrip('-').partition('=')[0]} = 9\n")
-    assert call("--config", settings)[1]["depth"] == 9
-    assert "deep-water" not in call("--help")[0].stdout

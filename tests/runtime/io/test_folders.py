@@ -34,40 +34,25 @@ def kill(process: int) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
-def test_rests_of_killed_processes_are_removed(tmp_path: Path) -> None:
-    out, mine = tmp_path / "bundle", tmp_path / ".bundle.notes.part"
+@pytest.mark.parametrize("name", ["bundle", "report.html"])
+def test_rests_of_killed_processes_are_removed(tmp_path: Path, name: str) -> None:
+    out, mine = tmp_path / name, tmp_path / f".{name}.notes.part"
     mine.mkdir()
     (mine / "notes").touch()
-    kill(begin(tmp_path / "bundles"))
+    kill(begin(tmp_path / f"{name}s"))
     kept = {*tmp_path.iterdir()}
     kill(begin(out))
     assert len({*tmp_path.iterdir()} - kept) == 1
     alive = begin(out)
     (filled,) = {*tmp_path.iterdir()} - kept
-    with staged_folder(out):
+    with atomic_file(out) if out.suffix else staged_folder(out):
         assert filled.exists()
     kill(alive)
-    with staged_folder(out) as folder:
-        assert {*tmp_path.iterdir()} == {*kept, folder}
-    assert {*tmp_path.iterdir()} == kept
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
-def test_rests_of_files_are_removed(tmp_path: Path) -> None:
-    out, mine = tmp_path / "report.html", tmp_path / ".report.html.part"
-    mine.touch()
-    kill(begin(tmp_path / "report.xml"))
-    kept = {*tmp_path.iterdir()}
-    kill(begin(out))
-    assert len({*tmp_path.iterdir()} - kept) == 1
-    alive = begin(out)
-    (written,) = {*tmp_path.iterdir()} - kept
-    with atomic_file(out):
-        assert written.exists()
-    kill(alive)
-    with atomic_file(out):
-        assert not written.exists()
-    assert {*tmp_path.iterdir()} == {*kept, out}
+    made = {out} if out.suffix else set()
+    with atomic_file(out) if out.suffix else staged_folder(out):
+        assert len({*tmp_path.iterdir()} - kept - made) == 1
+        assert not filled.exists()
+    assert {*tmp_path.iterdir()} == kept | made
 
 
 def test_the_rest_of_another_user_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,7 +111,7 @@ def test_a_defect_stops_the_job(
     spoil(monkeypatch, factor)
     with pytest.raises(ParityError, match=f"line 1 is answered differently.*{what}"):
         job(bundle_folder, lines).run()
-    assert not lines.with_name("out.jsonl").exists()
+    assert {path.name for path in lines.parent.iterdir()} == {"lines.txt"}
 
 
 def test_the_rows_before_are_kept(

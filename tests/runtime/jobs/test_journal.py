@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.runtime.jobs.helpers import contents, names
-from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.errors import InputError
 from transferry.runtime.jobs.journal import (
     JOB,
     JOB_FORMAT,
@@ -198,13 +198,3 @@ def test_an_error_before_anything_is_read_loses_nothing(
         monkeypatch.setattr(Chunk, "is_intact", stop)
         journal.begin(FINGERPRINT, force=False)
     assert names(folder) == before
-
-
-def test_the_second_of_two_is_refused(tmp_path: Path) -> None:
-    folder = tmp_path / "out.job"
-    message = r"out\.job is in use: another job writes the same"
-    with begun(folder) as journal:
-        with pytest.raises(UsageError, match=message), Journal.locked(folder):
-            pass
-        finish(journal, b"one")
-    assert (folder / JOB).exists()

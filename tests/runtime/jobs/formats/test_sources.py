@@ -352,14 +352,9 @@ def test_the_command_takes_several_inputs(
     out, settings = tmp_path / "out.jsonl", ("--max-length", "5")
     done("run", bundle_folder, *parts[:3], f"{server}/part%203.txt", "-o", out, *settings)
     assert [record["source"] for record in read_records(out)] == WHOLE
-    for command, told in (
-        (("merge", "s3://bucket/1.jsonl", "-o", out), "only INPUT and --out may be URLs"),
-        (("run", bundle_folder, parts[0], "-o", f"{server}/out.jsonl"), "cannot be written: name"),
-        (("run", bundle_folder, parts[0], "-o", "memory://a"), "cannot be written: name a store"),
-    ):
-        refused = call(*command)
-        assert refused.exit_code == 2
-        assert told in refused.stderr
+    refused = call("run", bundle_folder, parts[0], "-o", "memory://a")
+    assert refused.exit_code == 2
+    assert "cannot be written: name a store" in refused.stderr
 
 
 def test_a_dry_run_writes_nothing(bundle_folder: Path, parts: list[Path], tmp_path: Path) -> None:
