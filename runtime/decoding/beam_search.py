@@ -30,7 +30,7 @@ from transferry.runtime.decoding.strategy import Choice, Request, Strategy
 # numpy more time, few segments leave more candidates above the threshold.
 SEGMENTS = 16
 LOWEST = float(np.finfo(np.float64).min)
-# Log-probabilities, parent beams and tokens, as `best_candidates` returns them.
+# Log-probabilities, stepped rows and tokens, as `best_candidates` returns them.
 Candidates: TypeAlias = tuple[Doubles, Integers, Integers]
 
 
@@ -117,8 +117,8 @@ class BeamStrategy(Strategy):
         sentences = rows[::width] // beam
         former = self.totals[sentences, :width]
         totals, parents, tokens = candidates(former, self.count)
-        excess = self.excess[sentences[:, None], parents]
-        parents += np.arange(len(sentences))[:, None] * width
+        outputs = rows[parents]
+        excess = self.excess.ravel()[outputs]
 
         exists = totals > -np.inf
         if changed is not None:
@@ -127,7 +127,7 @@ class BeamStrategy(Strategy):
         ends = exists & self.is_end(tokens)
         if self.stops:
             for place in zip(*(exists & ~ends).nonzero(), strict=True):
-                ends[place] = self.stopped(int(rows[parents[place]]), int(tokens[place]))
+                ends[place] = self.stopped(int(outputs[place]), int(tokens[place]))
         going_on: Any = slice(None), slice(beam)
         complete, at_limit = ends, np.zeros(1, np.bool_)
         if self.length + 1 >= self.least_limit:
@@ -135,7 +135,7 @@ class BeamStrategy(Strategy):
             complete = ends | exists & at_limit[:, None]
         if np.count_nonzero(complete):  # several times as fast as any()
             for place in zip(*complete[:, :beam].nonzero(), strict=True):
-                where = int(sentences[place[0]]), int(rows[parents[place]]), int(tokens[place])
+                where = int(sentences[place[0]]), int(outputs[place]), int(tokens[place])
                 self._add(*where, float(totals[place]), float(excess[place]), bool(ends[place]))
         if np.count_nonzero(ends):
             order = np.argsort(ends, axis=1, kind="stable")[:, :beam]
@@ -220,8 +220,8 @@ def best_candidates(
         count: Candidates wanted for each sentence.
 
     Returns:
-        Log-probabilities, parent beams and tokens `[sentences, count]`, the likeliest first, then
-        the lower beam, then the lower token; minus infinity where there are fewer candidates.
+        Log-probabilities, rows of the logits and tokens `[sentences, count]`, the likeliest first,
+        then the lower row, then the lower token; minus infinity where there are fewer candidates.
     """
     sentences, width = totals.shape
     offsets = totals.reshape(-1) - normaliser
@@ -236,27 +236,24 @@ def best_candidates(
     # Stable: sorted by beam and token, equal ones keep this order.
     order = np.lexsort((-value, sentence))
     best = order[starts[:-1, None] + np.arange(count)]
-    return value[best], row[best] % width, token[best]
+    return value[best], row[best], token[best]
 
 
 def best_of_top_k(top_k: TopK, totals: Doubles, count: int) -> Candidates:
     """`best_candidates` from at least `count` likeliest tokens of each row, or all, with logits."""
     assert top_k.logits is not None and top_k.log_sum_exp is not None
-    sentences = len(totals)
+    (sentences, width), tokens = totals.shape, top_k.tokens
     offsets = totals.reshape(-1) - top_k.log_sum_exp
     # A beam that does not exist or failed has offsets of minus infinity or NaN.
     values = np.fmax(top_k.logits + offsets[:, None], -np.inf)
-    each = values.shape[1]
-    values = values.reshape(sentences, -1)
-    tokens = top_k.tokens.reshape(sentences, -1)
-    if (lacking := count - values.shape[1]) > 0:
+    if (lacking := -(-count // width) - values.shape[1]) > 0:
         values = np.pad(values, ((0, 0), (0, lacking)), constant_values=-np.inf)
         tokens = np.pad(tokens, ((0, 0), (0, lacking)))
+    each = values.shape[1]
     # Sorted by beam, and within a beam by logit and token: a stable sort keeps this among equals.
-    order = np.argsort(-values, axis=1, kind="stable")[:, :count]
-    best = np.arange(sentences)[:, None], order
-    # The padding after the tokens of all beams belongs to no beam.
-    return values[best], np.minimum(order // each, totals.shape[1] - 1), tokens[best]
+    order = np.argsort(-values.reshape(sentences, -1), axis=1, kind="stable")[:, :count]
+    best = order + np.arange(0, values.size, width * each)[:, None]
+    return values.ravel()[best], best // each, tokens.ravel()[best]
 
 
 def _contenders(

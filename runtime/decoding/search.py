@@ -219,7 +219,7 @@ class _Batch(Generic[State, Key]):
             parents = staying if parents is None else parents[staying]
         if parents is None or not len(parents):
             return
-        if len(parents) != stepped or (parents != np.arange(stepped)).any():
+        if len(parents) != stepped or np.count_nonzero(parents != np.arange(stepped)):
             self.state = self.decoder.select(self.state, parents)
 
     def _due(self, ended: Bools) -> bool:

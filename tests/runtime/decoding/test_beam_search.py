@@ -104,6 +104,7 @@ def test_the_best_candidates_are_those_of_a_plain_sort(
     for usable, length in ((allowed, 1), (logits, 1), (logits, 7), (logits, SEGMENT)):
         maxima = SegmentMaxima.of(usable, length)
         values, parents, tokens = best_candidates(logits, usable, normaliser, maxima, totals, count)
+        parents -= np.arange(sentences)[:, None] * width  # rows of the logits
         assert values.shape == parents.shape == tokens.shape == (sentences, count)
         expected = plain_candidates(logits, usable, normaliser, totals, count)
         for sentence, best in enumerate(expected):
