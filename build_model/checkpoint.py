@@ -203,7 +203,13 @@ def load_checkpoint(folder: Path) -> Checkpoint:
             f"{folder}: the tokenizer has {tokenizer.vocabulary_size} ids, but config.json has "
             f"vocabulary_size {model_config.vocabulary_size}; take both from one checkpoint"
         )
-    model = Transformer(model_config)
+    try:
+        model = Transformer(model_config)
+    except (ArithmeticError, AttributeError, RuntimeError) as error:  # of short memory too
+        raise InputError(
+            f"{folder / CONFIG}: a model of this shape cannot be made here ({error}); take the "
+            "file and the weights from one checkpoint"
+        ) from error
     _fill(model, folder)
     digest = sha256(folder / WEIGHTS)
     return Checkpoint(model.eval(), train_config, tokenizer, generation, digest, head, card)

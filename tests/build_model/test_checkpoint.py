@@ -169,6 +169,13 @@ def test_weights_of_another_shape_are_refused(folder: Path) -> None:
         load_checkpoint(folder)
 
 
+@pytest.mark.parametrize("changed", [{"relative_buckets": 2}, {"separate_positions": True}])
+def test_a_shape_that_cannot_be_made_is_refused(folder: Path, changed: dict[str, Any]) -> None:
+    save_config(folder, ModelConfig(**{**SHAPE.to_dict(), **changed}), TRAIN)
+    with pytest.raises(InputError, match=r"config\.json: a model of this shape cannot be made"):
+        load_checkpoint(folder)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 def test_weights_without_value_are_refused(folder: Path, value: float) -> None:
     weights, _ = load_tensors(folder / "model.safetensors")
