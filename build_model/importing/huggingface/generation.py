@@ -265,7 +265,7 @@ class _Reader:
         if begin:
             if self.has_encoder:
                 if len(begin) > 1 or begin[0] in self.ends:
-                    supported = "a token that ends no answer; else all are empty"
+                    supported = "one token that ends no answer, else all are empty"
                     self.settings.refuse("forced_bos_token_id", [*begin], supported)
                 fields["forced_begin"] = begin[0]
             else:
